@@ -1,0 +1,1 @@
+//! `Error`: one variant per room.
