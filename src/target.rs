@@ -164,7 +164,8 @@ impl ArchSpec {
         let warps = threads.div_ceil(32).max(1);
         let regs_per_warp = (regs.max(1) * 32).next_multiple_of(256);
         let by_regs = self.regs_per_sm / regs_per_warp / warps;
-        let by_smem = self.smem_per_sm_bytes / (smem_bytes + self.smem_reserved_bytes).next_multiple_of(128).max(128);
+        let by_smem = self.smem_per_sm_bytes
+            / (smem_bytes + self.smem_reserved_bytes).next_multiple_of(128).max(128);
         by_regs.min(by_smem).min(self.warps_per_sm / warps).min(self.ctas_per_sm)
     }
 }
@@ -206,7 +207,11 @@ mod tests {
             (13000, (9, 0)),
         ];
         for (driver, (major, minor)) in published {
-            assert_eq!(PtxIsa::of_driver(driver), Some(PtxIsa::new(major, minor)), "driver {driver}");
+            assert_eq!(
+                PtxIsa::of_driver(driver),
+                Some(PtxIsa::new(major, minor)),
+                "driver {driver}"
+            );
         }
         assert_eq!(
             PtxIsa::of_driver(99000),
