@@ -30,7 +30,8 @@ impl DevicePtr {
 
     /// Adopts a raw `CUdeviceptr`.
     ///
-    /// # Safety Whatever is done through the address (copies, kernels) stays within an allocation
+    /// # Safety
+    /// Whatever is done through the address (copies, kernels) stays within an allocation
     /// of the context it is done in, which lives until that work is complete; no Rust reference to
     /// that memory is used meanwhile.
     pub const unsafe fn from_raw(address: u64) -> Self {

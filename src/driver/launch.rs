@@ -137,7 +137,8 @@ impl LaunchAttrs {
 impl Function {
     /// Enqueues the kernel.
     ///
-    /// # Errors `Limit` if the shape is empty or exceeds device or kernel, `Length` if the
+    /// # Errors
+    /// `Limit` if the shape is empty or exceeds device or kernel, `Length` if the
     /// arguments are not those of the entry (where the driver can tell), `Call` if the driver
     /// refuses. Errors of the running kernel come out of a later call that waits for it.
     #[inline]

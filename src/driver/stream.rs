@@ -34,7 +34,8 @@ impl StreamRef<'static> {
 impl<'s> StreamRef<'s> {
     /// Adopts a raw `CUstream` (or `cudaStream_t`, which is the same).
     ///
-    /// # Safety `raw` is null (the default stream), one of CUDA's special values, or a stream that
+    /// # Safety
+    /// `raw` is null (the default stream), one of CUDA's special values, or a stream that
     /// stays alive for `'s` and belongs to the context of the objects that it will be used with.
     pub unsafe fn from_raw(raw: *mut c_void) -> Self {
         Self { raw: raw.cast(), alive: PhantomData }

@@ -380,7 +380,8 @@ impl Driver {
     /// a program wants; this is for several drivers in one process (compatibility libraries,
     /// tests). The library stays open until the process ends.
     ///
-    /// # Errors `DriverUnavailable` if it cannot be opened, `MissingSymbol` if it lacks a function
+    /// # Errors
+    /// `DriverUnavailable` if it cannot be opened, `MissingSymbol` if it lacks a function
     /// of CUDA 11.0, `Call` if `cuInit` fails (for instance: no device).
     pub fn open(library: impl AsRef<Path>) -> Result<&'static Self> {
         let path = library.as_ref();
