@@ -4,10 +4,15 @@
 //! tests say that they are skipped. `exercise` is the same function for both: it uses whatever CUDA
 //! 11.0 offers.
 
+#[path = "stub/build.rs"]
+mod build;
+
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::{Arc, Mutex};
-use std::{env, fs, thread};
+use std::sync::Arc;
+use std::{env, thread};
+
+use build::stub;
 
 use makaira::driver::{
     Args, CaptureMode, Context, Cubin, Device, DeviceBuffer, Driver, DriverVersion, Error, Event,
@@ -17,61 +22,7 @@ use makaira::jit::{Loader, Origin, Store};
 use makaira::target::PtxIsa;
 
 /// `dst[i] = src[i] + 1` for `i < n`, one CTA of at most 512 threads.
-const ADD_ONE: &str = "\
-.version 7.0
-.target sm_80
-.address_size 64
-.visible .entry add_one(.param .u64 dst, .param .u64 src, .param .u32 n)
-.maxntid 512, 1, 1
-{
-    .reg .b32 %r<4>;
-    .reg .b64 %a<4>;
-    .reg .pred %p;
-    ld.param.u64 %a0, [dst];
-    ld.param.u64 %a1, [src];
-    ld.param.u32 %r0, [n];
-    mov.u32 %r1, %tid.x;
-    setp.ge.u32 %p, %r1, %r0;
-    @%p bra done;
-    mul.wide.u32 %a2, %r1, 4;
-    add.s64 %a0, %a0, %a2;
-    add.s64 %a1, %a1, %a2;
-    ld.global.u32 %r2, [%a1];
-    add.u32 %r2, %r2, 1;
-    st.global.u32 [%a0], %r2;
-done:
-    ret;
-}
-";
-
-/// Compiles the stand-in, once per name; `None` (and a line that says so) without a compiler.
-fn stub(name: &str, cfgs: &[&str], variables: &[(&str, &str)]) -> Option<PathBuf> {
-    static BUILDING: Mutex<()> = Mutex::new(());
-    let _one_at_a_time = BUILDING.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
-    let (source, library) = (folder.join("libcuda_stub.rs"), folder.join(format!("lib{name}.so")));
-    let written = fs::create_dir_all(&folder)
-        .and_then(|()| fs::write(&source, include_str!("stub/libcuda.rs")));
-    if let Err(error) = written {
-        eprintln!("skipped: no stand-in for libcuda in {} ({error})", folder.display());
-        return None;
-    }
-    let rustc = env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
-    let mut command = Command::new(rustc);
-    command.args(["--edition", "2024", "--crate-type", "cdylib", "-A", "warnings"]);
-    for cfg in cfgs {
-        command.args(["--cfg", cfg]);
-    }
-    command.arg(&source).arg("-o").arg(&library).envs(variables.iter().copied());
-    match command.output() {
-        Ok(output) if output.status.success() => Some(library),
-        Ok(output) => panic!("the stand-in: {}", String::from_utf8_lossy(&output.stderr)),
-        Err(error) => {
-            eprintln!("skipped: no stand-in for libcuda without rustc ({error})");
-            None
-        }
-    }
-}
+const ADD_ONE: &str = include_str!("stub/add_one.ptx");
 
 fn open(library: Option<PathBuf>) -> Option<&'static Driver> {
     library.map(|library| Driver::open(library).expect("the stand-in opens"))

@@ -17,6 +17,7 @@
 mod buffer;
 mod context;
 mod device;
+mod elf;
 mod error;
 mod event;
 mod graph;

@@ -6,7 +6,7 @@
 //! log, and warn of the advisories in it. Invariant: the driver never gets an image whose own
 //! headers point outside of it.
 //!
-//! Source: CUDA Driver API, "Module Management"; ELF-64 for the check of images.
+//! Source: CUDA Driver API, "Module Management".
 
 use std::ffi::{CString, c_void};
 use std::fmt;
@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
 use super::context::Context;
+use super::elf;
 use super::error::{Error, Result};
 use super::jit_log::{self, JitCall};
 use super::sys::{self, CUfunction, CUlinkState, CUmodule};
@@ -74,7 +75,7 @@ impl Cubin {
         unsafe { api.cuLinkComplete(state, &mut image, &mut len) }
             .map_err(|error| explain(&call, error))?;
         if image.is_null() {
-            return Err(bad_image("cuLinkComplete gave no image"));
+            return Err(elf::refused("cuLinkComplete gave no image"));
         }
         // SAFETY: given by the driver for as long as the link state lives.
         let image = unsafe { std::slice::from_raw_parts(image.cast::<u8>(), len) }.to_vec();
@@ -143,7 +144,7 @@ impl Module {
     /// # Errors
     /// `Jit` for an image that is damaged or for another device (codes 200 and 209).
     pub fn from_cubin(context: &Context, cubin: &Cubin) -> Result<Self> {
-        check_elf(&cubin.image)?;
+        elf::check(&cubin.image)?;
         let _current = context.bind()?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: an ELF image whose headers stay within it; the driver copies it.
@@ -360,51 +361,4 @@ fn raw_parts(call: &mut JitCall) -> (u32, *mut i32, *mut *mut c_void) {
 
 fn c_string(what: &'static str, text: &str) -> Result<CString> {
     CString::new(text).map_err(|error| Error::Nul { what, position: error.nul_position() })
-}
-
-fn bad_image(why: &str) -> Error {
-    Error::Jit {
-        call: "cuModuleLoadData",
-        code: sys::ERROR_INVALID_IMAGE,
-        name: "CUDA_ERROR_INVALID_IMAGE".to_owned(),
-        log: why.to_owned(),
-        lines: Vec::new(),
-    }
-}
-
-/// Checks that an image is a 64-bit ELF file whose header tables and sections stay within it. The
-/// driver gets no length: it believes these numbers.
-fn check_elf(image: &[u8]) -> Result<()> {
-    let word = |at: usize, bytes: usize| -> Option<u64> {
-        let mut value = [0; 8];
-        value[..bytes].copy_from_slice(image.get(at..at.checked_add(bytes)?)?);
-        Some(u64::from_le_bytes(value))
-    };
-    let fits = |offset: u64, bytes: u64| {
-        offset.checked_add(bytes).is_some_and(|end| end <= image.len() as u64)
-    };
-    let sound = || -> Option<bool> {
-        let is_elf = image.starts_with(b"\x7fELF\x02\x01") && image.len() >= 64;
-        let (segments, sections) = (word(32, 8)?, word(40, 8)?);
-        let (segment_bytes, num_segments) = (word(54, 2)?, word(56, 2)?);
-        let (section_bytes, num_sections) = (word(58, 2)?, word(60, 2)?);
-        let tables = fits(segments, segment_bytes * num_segments)
-            && fits(sections, section_bytes * num_sections)
-            && (num_sections == 0 || section_bytes == 64);
-        if !is_elf || !tables {
-            return Some(false);
-        }
-        for idx in 0..num_sections {
-            let at = usize::try_from(sections + idx * 64).ok()?;
-            // A section without bytes in the file (type 8, NOBITS) may have any size.
-            if word(at + 4, 4)? != 8 && !fits(word(at + 24, 8)?, word(at + 32, 8)?) {
-                return Some(false);
-            }
-        }
-        Some(true)
-    };
-    match sound() {
-        Some(true) => Ok(()),
-        _ => Err(bad_image("the image is no complete 64-bit ELF file")),
-    }
 }
