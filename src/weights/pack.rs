@@ -216,8 +216,9 @@ fn column_words(matrix: &QuantMatrix<'_>, k0: usize, n0: usize, padding: u32) ->
         Codes::ByOutput(bytes) => {
             for channel in 0..channels {
                 let at = (n0 + channel) * k + k0;
-                for (octet, codes) in bytes[at..at + inputs].chunks(8).enumerate() {
-                    columns[octet][channel] = match codes.try_into() {
+                let octets = bytes[at..at + inputs].chunks(8);
+                for (row, codes) in columns.iter_mut().zip(octets) {
+                    row[channel] = match codes.try_into() {
                         Ok(whole) => gather_nibbles(u64::from_le_bytes(whole)),
                         Err(_) => codes.iter().enumerate().fold(padding, |word, (i, &code)| {
                             word & !(0xf << (4 * i)) | u32::from(code) << (4 * i)
