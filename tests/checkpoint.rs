@@ -90,15 +90,8 @@ fn real_layers_decode_to_their_goldens_bit_for_bit() {
             assert_eq!(golden.shape, [layer.n, layer.k]);
             let decoded = weight.dequantize().into_iter().map(f16::from_f32);
             for (i, (ours, recorded)) in decoded.zip(halves(golden.bytes)).enumerate() {
-                // Minus and plus zero are the same weight: code 8 times a scale has a sign.
-                assert_eq!(
-                    ours,
-                    recorded,
-                    "{name} {} ({}, {})",
-                    layer.name,
-                    i / layer.k,
-                    i % layer.k
-                );
+                let place = (i / layer.k, i % layer.k);
+                assert_eq!(ours.to_bits(), recorded.to_bits(), "{name} {layer} {place:?}");
             }
             assert_golden_product(&weight, &goldens, &layer.name);
         }
