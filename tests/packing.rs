@@ -93,6 +93,10 @@ fn b01_b02_b03_b04_b08_sizes_off_the_tile_grid_are_padded() {
             .flat_map(|n_idx| (0..layout.k_padded).map(move |k_idx| (k_idx, n_idx)))
             .filter(|&(k_idx, n_idx)| n_idx >= n || k_idx >= k);
         assert!(padding.into_iter().all(|(k_idx, n_idx)| packed.code(k_idx, n_idx) == 8));
+        for n_idx in n..layout.n_padded {
+            let padded = (0..num_groups).map(|group_idx| packed.scale(group_idx, n_idx));
+            assert!(padded.into_iter().all(|scale| scale.to_bits() == 0), "channel {n_idx}");
+        }
         let unpacked = packed.unpack();
         assert!(unpacked.codes == codes && unpacked.scales == scales);
     }

@@ -254,7 +254,10 @@ mod tests {
             cut in 0usize..200,
         ) {
             let mut bytes = raw(
-                r#"{"a":{"dtype":"F16","shape":[2,3],"data_offsets":[0,12]},"b":{"dtype":"I32","shape":[1],"data_offsets":[12,16]}}"#,
+                concat!(
+                    r#"{"a":{"dtype":"F16","shape":[2,3],"data_offsets":[0,12]},"#,
+                    r#""b":{"dtype":"I32","shape":[1],"data_offsets":[12,16]}}"#
+                ),
                 16,
             );
             for (at, value) in damage {

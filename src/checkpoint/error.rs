@@ -36,8 +36,8 @@ pub enum Error {
 
     /// Bytes follow the last tensor.
     #[error(
-        "{} has {extra} bytes after its last tensor ({expected} bytes expected by its header, found \
-         {found}); such files are refused: rewrite it with its own tool",
+        "{} has {extra} bytes after its last tensor ({expected} bytes expected by its header, \
+         found {found}); such files are refused: rewrite it with its own tool",
         path.display()
     )]
     TrailingBytes {
@@ -107,7 +107,10 @@ pub enum Error {
     },
 
     /// A tensor is not in the shard that the index names.
-    #[error("shard index {} says that {shard} holds tensor {tensor}, but it does not", path.display())]
+    #[error(
+        "shard index {} says that {shard} holds tensor {tensor}, but it does not",
+        path.display()
+    )]
     NotInShard {
         /// The index.
         path: PathBuf,

@@ -11,7 +11,7 @@
 #![allow(unsafe_code)] // Mapping a file is the one operation here that the compiler cannot check.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use memmap2::{Mmap, MmapOptions};
@@ -50,7 +50,9 @@ impl FileMap {
             Ok(map) => Bytes::Mapped(map),
             Err(error) => {
                 log::info!("cannot map {} ({error}); reading it instead", path.display());
-                Bytes::Read(std::fs::read(path).map_err(io_error("read"))?)
+                let mut bytes = Vec::new();
+                (&file).read_to_end(&mut bytes).map_err(io_error("read"))?;
+                Bytes::Read(bytes)
             }
         };
         let opened = Self { path: path.to_owned(), bytes };

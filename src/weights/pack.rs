@@ -348,7 +348,8 @@ mod tests {
                 sources.push(Codes::GptqWords(&words[1..]));
             }
             for source in sources {
-                let matrix = QuantMatrix::new(n, k, group, &U4B8, source, scales_view).expect("legal");
+                let matrix = QuantMatrix::new(n, k, group, &U4B8, source, scales_view);
+                let matrix = matrix.expect("legal");
                 let naive = pack_naive(&matrix);
                 for threads in [1, 2, 5] {
                     let packed = PackedWeights::pack(&matrix, threads).expect("packs");
