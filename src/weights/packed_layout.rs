@@ -278,8 +278,8 @@ mod tests {
     fn the_drawing_is_what_the_code_does() {
         let layout = PackedLayout::new(128, 256, Group::Size(128)).expect("small");
         // Channel 1 of tile 2 of the second chunk along N, input 128 + 64 + 32 + 5 (kr 5: c 2).
-        let tile = (1 * 2 + 1) * 4 + 2;
-        let word = 128 + (4 * 1 + 2) * 4 + 2;
+        let tile = (2 + 1) * 4 + 2; // one chunk down N is two along K
+        let word = 128 + (4 + 2) * 4 + 2; // half 1, lane 4 g + c of g 1, step 2
         assert_eq!(layout.code_bit(229, 97), 8 * (tile * 1056 + 4 * word) + 4 * 4);
         // Channel 9 of that tile: the high nibble beside it, and the high half of the scale word.
         assert_eq!(layout.code_bit(229, 105), 8 * (tile * 1056 + 4 * word) + 4 * 5);
