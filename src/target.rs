@@ -170,6 +170,23 @@ impl ArchSpec {
     }
 }
 
+/// A device: its architecture and the numbers that differ between cards of one architecture.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeviceSpec {
+    /// The card's name.
+    pub name: String,
+    /// Its compute capability, as a baseline target.
+    pub arch: SmArch,
+    /// The newest PTX ISA that its driver assembles.
+    pub isa: PtxIsa,
+    /// Streaming multiprocessors.
+    pub num_sms: u32,
+    /// L2 cache in bytes.
+    pub l2_bytes: u64,
+    /// Most shared memory that one CTA can have, in bytes.
+    pub smem_per_cta_bytes: u32,
+}
+
 /// Per-architecture numbers in ascending order.
 /// Source: CUDA C++ Programming Guide, "Compute Capabilities".
 #[rustfmt::skip]

@@ -1,0 +1,43 @@
+//! Packed half-precision arithmetic.
+//!
+//! Each half of a register is an fp16 value; results are rounded once, to nearest even, and subnormals
+//! are kept. Products and sums are formed in f64, which holds them exactly, and rounded by our own
+//! conversion: going through f32 would round a fused multiply-add twice.
+//! PTX takes no immediates here.
+//! Source: PTX ISA, "Half Precision Floating Point Instructions".
+
+use super::{isa, ptx};
+use crate::asm::reg::{Out, Use};
+use crate::asm::types::B32;
+use crate::layout::f16_from_f64;
+
+isa! {
+    /// Packed half-precision instructions.
+    Half;
+
+    /// Adds fp16 pairs.
+    add_f16x2 = AddF16x2 { d: Out<B32>, a: Use<B32>, b: Use<B32> }
+        "add.f16x2 {d}, {a}, {b};", ptx(7, 0, 70), Lane, Pure, |m, l, i| { let a = m.get(l, i.a)?; let b = m.get(l, i.b)?; m.set(l, i.d, pairwise(a, b, 0, |a, b, _| a + b)); }
+    /// Subtracts fp16 pairs.
+    sub_f16x2 = SubF16x2 { d: Out<B32>, a: Use<B32>, b: Use<B32> }
+        "sub.f16x2 {d}, {a}, {b};", ptx(7, 0, 70), Lane, Pure, |m, l, i| { let a = m.get(l, i.a)?; let b = m.get(l, i.b)?; m.set(l, i.d, pairwise(a, b, 0, |a, b, _| a - b)); }
+    /// Multiplies fp16 pairs.
+    mul_f16x2 = MulF16x2 { d: Out<B32>, a: Use<B32>, b: Use<B32> }
+        "mul.f16x2 {d}, {a}, {b};", ptx(7, 0, 70), Lane, Pure, |m, l, i| { let a = m.get(l, i.a)?; let b = m.get(l, i.b)?; m.set(l, i.d, pairwise(a, b, 0, |a, b, _| a * b)); }
+    /// Multiplies and adds fp16 pairs with one rounding.
+    fma_rn_f16x2 = FmaRnF16x2 { d: Out<B32>, a: Use<B32>, b: Use<B32>, c: Use<B32> }
+        "fma.rn.f16x2 {d}, {a}, {b}, {c};", ptx(7, 0, 70), Lane, Pure, |m, l, i| { let a = m.get(l, i.a)?; let b = m.get(l, i.b)?; let c = m.get(l, i.c)?; m.set(l, i.d, pairwise(a, b, c, |a, b, c| a * b + c)); }
+}
+
+/// Applies `f` to both halves.
+///
+/// Rounding twice (to f64, then to fp16) could only go wrong where f64 loses a bit that decides a tie. It
+/// never does: `a * b` has 22 significant bits, so if it reaches the result's half-place 2^(e-11) its last
+/// bit lies at 2^(e-32) or above; and if `c`, a multiple of 2^-24, is the small one, the result is below
+/// 2^16 and everything fits in 40 bits. Both are within f64's 53.
+fn pairwise(a: u32, b: u32, c: u32, f: impl Fn(f64, f64, f64) -> f64) -> u32 {
+    let half = |bits: u32| half::f16::from_bits(bits as u16).to_f64();
+    let lo = f16_from_f64(f(half(a), half(b), half(c)));
+    let hi = f16_from_f64(f(half(a >> 16), half(b >> 16), half(c >> 16)));
+    u32::from(lo.to_bits()) | u32::from(hi.to_bits()) << 16
+}

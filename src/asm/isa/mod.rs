@@ -1,0 +1,432 @@
+//! The instruction table: one row per instruction, everything else derived from it.
+//!
+//! A row of [`isa!`] gives the builder method (the PTX opcode with dots as underscores), the operands with
+//! their roles, the exact text, the requirement ([`Since`]), who executes it ([`Scope`]), what it does to
+//! memory and control ([`Effect`]) and its meaning against a [`Machine`]. The compiler refuses a row whose
+//! text misses an operand, a call with a register of the wrong class, and a row without meaning. Modifiers
+//! that change operands or meaning are rows of their own; modifiers that only tune are operands.
+//! Requirements are those of the PTX ISA's "PTX ISA Notes" and "Target ISA Notes" per instruction; the
+//! offline assembler confirms them in the test suite.
+
+use std::fmt;
+
+use super::reg::{AnyReg, In, InOut, Label, Out, Param, Place, Region, Role, Use};
+use super::types::{Order, RegClass, Scope, Space, Special};
+use crate::target::{PtxIsa, SmArch};
+
+pub mod alu;
+pub mod async_copy;
+pub mod control;
+pub mod half;
+pub mod mem;
+pub mod sync;
+pub mod tensor;
+
+/// Which targets have an instruction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TargetSet {
+    /// Every target from this compute capability (times ten) on.
+    From(u16),
+    /// Only the architecture-specific target of this compute capability (`sm_90a`).
+    Specific(u16),
+}
+
+impl TargetSet {
+    /// Whether the set holds `arch`.
+    pub fn contains(self, arch: SmArch) -> bool {
+        match self {
+            TargetSet::From(sm) => arch.sm >= sm,
+            TargetSet::Specific(sm) => arch.specific && arch.sm == sm,
+        }
+    }
+}
+
+impl fmt::Display for TargetSet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            TargetSet::From(sm) => write!(f, "sm_{sm} or higher"),
+            TargetSet::Specific(sm) => write!(f, "sm_{sm}a only"),
+        }
+    }
+}
+
+/// What an instruction form needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Since {
+    /// The first PTX ISA with this form.
+    pub isa: PtxIsa,
+    /// The targets that have it.
+    pub targets: TargetSet,
+}
+
+/// A row's requirement: PTX ISA `major.minor` and every target from `sm` on.
+pub const fn ptx(major: u8, minor: u8, sm: u16) -> Since {
+    Since { isa: PtxIsa::new(major, minor), targets: TargetSet::From(sm) }
+}
+
+/// What an instruction does besides reading and writing registers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// Nothing.
+    Pure,
+    /// Reads shared memory.
+    LoadShared,
+    /// Writes shared memory.
+    StoreShared,
+    /// Reads global memory.
+    LoadGlobal,
+    /// Writes global memory.
+    StoreGlobal,
+    /// Starts a copy from global to shared memory that completes later.
+    CopyAsync,
+    /// Orders memory accesses: nothing that touches memory may cross it.
+    Sync,
+    /// Changes the flow of control: nothing may cross it.
+    Control,
+}
+
+/// One memory access of one lane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Access {
+    /// The state space.
+    pub space: Space,
+    /// The address: of device memory, or an offset into the shared window.
+    pub addr: u64,
+    /// The shared region that the emitter promised to stay in.
+    pub region: Option<Region>,
+    /// How it takes part in the memory model.
+    pub order: Order,
+}
+
+/// A copy from global to shared memory that completes asynchronously.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AsyncCopy {
+    /// Shared address of the first byte written.
+    pub dst: u32,
+    /// The shared region that the emitter promised to stay in.
+    pub region: Option<Region>,
+    /// Global address of the first byte read.
+    pub src: u64,
+    /// Bytes written.
+    pub bytes: u32,
+    /// Bytes read; the rest of the destination is filled with zeros.
+    pub src_bytes: u32,
+}
+
+/// What runs instructions. The emulator implements it; a checker or tracer may wrap it.
+///
+/// Lane numbers are 0 to 31. `Err(Stop)` ends the launch; the machine's own type says why.
+pub trait Machine {
+    /// Why the machine stopped.
+    type Stop;
+
+    /// The lanes that execute the current instruction, bit per lane.
+    fn active(&self) -> u32;
+    /// The bits of a register, zero-extended. Reading a register that was never written is an error.
+    fn read(&mut self, lane: u32, reg: AnyReg) -> Result<u64, Self::Stop>;
+    /// Sets the bits of a register.
+    fn write(&mut self, lane: u32, reg: AnyReg, bits: u64);
+    /// A special register.
+    fn special(&mut self, lane: u32, special: Special) -> u32;
+    /// The shared-window address of byte 0 of the CTA's shared memory.
+    fn smem_base(&self) -> u32;
+    /// The value of an entry parameter, zero-extended.
+    fn param(&mut self, param: Param) -> Result<u64, Self::Stop>;
+    /// Loads `buf.len()` bytes (1 to 16, naturally aligned).
+    fn load(&mut self, lane: u32, access: Access, buf: &mut [u8]) -> Result<(), Self::Stop>;
+    /// Stores `buf.len()` bytes (1 to 16, naturally aligned).
+    fn store(&mut self, lane: u32, access: Access, buf: &[u8]) -> Result<(), Self::Stop>;
+    /// Replaces the 32-bit word at a place by `f` of it, atomically; the old value.
+    fn atomic(
+        &mut self,
+        lane: u32,
+        access: Access,
+        f: &mut dyn FnMut(u32) -> u32,
+    ) -> Result<u32, Self::Stop>;
+    /// Starts an asynchronous copy in the lane's open group.
+    fn copy_async(&mut self, lane: u32, copy: AsyncCopy) -> Result<(), Self::Stop>;
+    /// Closes the lane's open group of asynchronous copies.
+    fn commit_async(&mut self, lane: u32) -> Result<(), Self::Stop>;
+    /// Completes the lane's groups except the newest `pending`.
+    fn wait_async(&mut self, lane: u32, pending: u32) -> Result<(), Self::Stop>;
+    /// A fence of the given order at GPU scope.
+    fn fence(&mut self, lane: u32, order: Order) -> Result<(), Self::Stop>;
+    /// The warp arrives at CTA barrier `id` and waits until `threads` threads (all if `None`) have.
+    fn barrier(&mut self, id: u32, threads: Option<u32>) -> Result<(), Self::Stop>;
+    /// The lane waits for the lanes of `members`; their memory accesses before the meeting are ordered
+    /// before those after.
+    fn warp_barrier(&mut self, lane: u32, members: u32) -> Result<(), Self::Stop>;
+    /// The lane continues at a label.
+    fn jump(&mut self, lane: u32, label: Label) -> Result<(), Self::Stop>;
+    /// The lane ends.
+    fn exit(&mut self, lane: u32) -> Result<(), Self::Stop>;
+
+    /// The value of a source operand.
+    fn get<S: Source>(&mut self, lane: u32, source: S) -> Result<S::Value, Self::Stop>
+    where
+        Self: Sized,
+    {
+        source.value(self, lane)
+    }
+    /// Sets a destination operand.
+    fn set<D: Destination>(&mut self, lane: u32, destination: D, value: D::Value)
+    where
+        Self: Sized,
+    {
+        self.write(lane, destination.reg(), D::to_bits(value));
+    }
+}
+
+/// An operand that has a value.
+pub trait Source {
+    /// The value's type.
+    type Value;
+    /// The value in `lane`.
+    fn value<M: Machine>(self, machine: &mut M, lane: u32) -> Result<Self::Value, M::Stop>;
+}
+
+/// An operand that takes a value.
+pub trait Destination {
+    /// The value's type.
+    type Value;
+    /// The register written.
+    fn reg(&self) -> AnyReg;
+    /// The bits to write.
+    fn to_bits(value: Self::Value) -> u64;
+}
+
+macro_rules! sources {
+    ($($Name:ident),*) => {$(
+        impl<C: RegClass> Source for $Name<C> {
+            type Value = C::Value;
+            fn value<M: Machine>(self, machine: &mut M, lane: u32) -> Result<C::Value, M::Stop> {
+                machine.read(lane, self.0.any()).map(C::from_bits)
+            }
+        }
+    )*};
+}
+sources!(Use, InOut);
+
+impl<C: RegClass> Source for In<C> {
+    type Value = C::Value;
+    fn value<M: Machine>(self, machine: &mut M, lane: u32) -> Result<C::Value, M::Stop> {
+        match self {
+            In::Reg(reg) => machine.read(lane, reg.any()).map(C::from_bits),
+            In::Imm(bits) => Ok(C::from_bits(bits)),
+        }
+    }
+}
+
+macro_rules! destinations {
+    ($($Name:ident),*) => {$(
+        impl<C: RegClass> Destination for $Name<C> {
+            type Value = C::Value;
+            fn reg(&self) -> AnyReg {
+                self.0.any()
+            }
+            fn to_bits(value: C::Value) -> u64 {
+                C::to_bits(value)
+            }
+        }
+    )*};
+}
+destinations!(Out, InOut);
+
+/// The set lanes of a mask, ascending.
+pub fn lanes(mask: u32) -> impl Iterator<Item = u32> {
+    (0..32).filter(move |lane| mask >> lane & 1 != 0)
+}
+
+/// A row as data, for the printed instruction reference and for tests that go over the table.
+#[derive(Clone, Copy, Debug)]
+pub struct Row {
+    /// The builder method.
+    pub method: &'static str,
+    /// The text with operand names in braces.
+    pub text: &'static str,
+    /// The requirement.
+    pub since: Since,
+    /// Who executes it.
+    pub scope: Scope,
+    /// The effect.
+    pub effect: Effect,
+    /// The doc comment.
+    pub doc: &'static str,
+}
+
+/// Defines one family of instructions. See the module documentation.
+macro_rules! isa {
+    ($(#[$meta:meta])* $Family:ident;
+     $( $(#[doc = $doc:literal])+
+        $method:ident = $Name:ident { $($field:ident : $ty:ty),* $(,)? }
+        $text:literal, $since:expr, $scope:ident, $effect:ident, |$($arg:pat_param),+| $body:block
+     )*) => {
+        $(
+            $(#[doc = $doc])+
+            #[derive(Clone, Copy, Debug, PartialEq)]
+            #[allow(missing_docs)]
+            pub struct $Name { $(pub $field: $ty),* }
+
+            impl std::fmt::Display for $Name {
+                fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                    write!(f, $text, $($field = self.$field),*)
+                }
+            }
+
+            impl $Name {
+                #[allow(unused_variables)]
+                fn exec<M: crate::asm::isa::Machine>(&self, machine: &mut M) -> Result<(), M::Stop> {
+                    isa!(@exec $scope self machine [$($arg),+] $body);
+                    Ok(())
+                }
+            }
+
+            impl From<$Name> for crate::asm::isa::Inst {
+                fn from(inst: $Name) -> Self {
+                    crate::asm::isa::Inst::$Family($Family::$Name(inst))
+                }
+            }
+        )*
+
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, PartialEq)]
+        #[allow(missing_docs)]
+        pub enum $Family { $($Name($Name)),* }
+
+        impl std::fmt::Display for $Family {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                match self { $($Family::$Name(inst) => inst.fmt(f)),* }
+            }
+        }
+
+        impl $Family {
+            /// The rows of this family.
+            pub const TABLE: &'static [crate::asm::isa::Row] = &[$(crate::asm::isa::Row {
+                method: stringify!($method),
+                text: $text,
+                since: $since,
+                scope: crate::asm::types::Scope::$scope,
+                effect: crate::asm::isa::Effect::$effect,
+                doc: concat!($($doc),+),
+            }),*];
+
+            /// The row of this instruction.
+            pub fn row(&self) -> &'static crate::asm::isa::Row {
+                #[allow(non_camel_case_types, clippy::enum_variant_names)]
+                enum Position { $($Name),* }
+                let position = match self { $($Family::$Name(_) => Position::$Name as usize),* };
+                &Self::TABLE[position]
+            }
+
+            /// Calls `f` for each operand.
+            pub fn operands(&self, f: &mut dyn FnMut(&dyn crate::asm::reg::Operand)) {
+                match self { $($Family::$Name(inst) => {
+                    let _ = inst;
+                    $(f(&inst.$field);)*
+                }),* }
+            }
+
+            /// Executes the instruction on the machine's active lanes.
+            pub fn exec<M: crate::asm::isa::Machine>(&self, machine: &mut M) -> Result<(), M::Stop> {
+                match self { $($Family::$Name(inst) => inst.exec(machine)),* }
+            }
+        }
+
+        impl crate::asm::builder::Asm {
+            $(
+                $(#[doc = $doc])+
+                #[doc = ""]
+                #[doc = concat!("`", $text, "`")]
+                #[track_caller]
+                pub fn $method(&mut self, $($field: impl Into<$ty>),*) {
+                    self.push($Name { $($field: $field.into()),* }.into());
+                }
+            )*
+        }
+    };
+    (@exec Lane $self:ident $machine:ident [$m:pat_param, $lane:pat_param, $i:pat_param] $body:block) => {
+        for lane in crate::asm::isa::lanes($machine.active()) {
+            let $m = &mut *$machine;
+            let $lane = lane;
+            let $i = $self;
+            $body
+        }
+    };
+    (@exec $scope:ident $self:ident $machine:ident [$m:pat_param, $i:pat_param] $body:block) => {
+        {
+            let $m = &mut *$machine;
+            let $i = $self;
+            $body
+        }
+    };
+}
+pub(crate) use isa;
+
+macro_rules! families {
+    ($($Family:ident in $module:ident),* $(,)?) => {
+        /// Any instruction.
+        #[derive(Clone, Copy, Debug, PartialEq)]
+        #[allow(missing_docs)]
+        pub enum Inst { $($Family($module::$Family)),* }
+
+        impl fmt::Display for Inst {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                match self { $(Inst::$Family(inst) => inst.fmt(f)),* }
+            }
+        }
+
+        impl Inst {
+            /// The instruction's row.
+            pub fn row(&self) -> &'static Row {
+                match self { $(Inst::$Family(inst) => inst.row()),* }
+            }
+
+            /// Calls `f` for each operand.
+            pub fn operands(&self, f: &mut dyn FnMut(&dyn super::reg::Operand)) {
+                match self { $(Inst::$Family(inst) => inst.operands(f)),* }
+            }
+
+            /// Executes the instruction on the machine's active lanes.
+            ///
+            /// # Errors
+            /// Whatever the machine stops with.
+            pub fn exec<M: Machine>(&self, machine: &mut M) -> Result<(), M::Stop> {
+                match self { $(Inst::$Family(inst) => inst.exec(machine)),* }
+            }
+        }
+
+        /// All rows of the instruction table.
+        pub fn table() -> impl Iterator<Item = &'static Row> {
+            [$($module::$Family::TABLE),*].into_iter().flatten()
+        }
+    };
+}
+
+families!(
+    Alu in alu,
+    Half in half,
+    Mem in mem,
+    CopyAsync in async_copy,
+    Tensor in tensor,
+    Sync in sync,
+    Control in control,
+);
+
+impl Inst {
+    /// Calls `f` for each register with what is done to it.
+    pub fn registers(&self, f: &mut dyn FnMut(AnyReg, Role)) {
+        self.operands(&mut |operand| operand.registers(f));
+    }
+
+    /// Calls `f` for each memory operand.
+    pub fn places(&self, f: &mut dyn FnMut(Place)) {
+        self.operands(&mut |operand| operand.places(f));
+    }
+
+    /// The label that the instruction may continue at.
+    pub fn label(&self) -> Option<Label> {
+        let mut label = None;
+        self.operands(&mut |operand| label = label.or(operand.label()));
+        label
+    }
+}

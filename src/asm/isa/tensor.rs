@@ -1,0 +1,91 @@
+//! Matrix fragments: `ldmatrix` and `mma`.
+//!
+//! Which lane holds which element is asked from [`crate::layout`]; nothing is re-derived here. A product
+//! sums exactly in f64 over the whole k16 step and rounds once to single precision, which agrees with the
+//! hardware bit for bit on integers and within the hardware's own rounding otherwise.
+//! Source: PTX ISA, "Warp Level Matrix Multiply-Accumulate Instructions".
+
+use super::{Access, Machine, isa, lanes, ptx};
+use crate::asm::reg::{Out, SharedAddr, Use, Vector};
+use crate::asm::types::{B32, F32, Order, Space};
+use crate::layout::mma_m16n8k16 as fragment;
+
+isa! {
+    /// Matrix instructions.
+    Tensor;
+
+    /// Loads four 8x8 matrices of 16-bit elements; lane `8*j + r` gives the address of row `r` of matrix `j`.
+    ldmatrix_sync_aligned_m8n8_x4_shared_b16 = LdmatrixX4 { d: Vector<Out<B32>, 4>, a: SharedAddr }
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {d}, {a};", ptx(7, 0, 75), Warp, LoadShared, |m, i| { ldmatrix(m, &i.d.0, i.a)?; }
+    /// Loads two 8x8 matrices of 16-bit elements; lanes 0 to 15 give the row addresses.
+    ldmatrix_sync_aligned_m8n8_x2_shared_b16 = LdmatrixX2 { d: Vector<Out<B32>, 2>, a: SharedAddr }
+        "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {d}, {a};", ptx(7, 0, 75), Warp, LoadShared, |m, i| { ldmatrix(m, &i.d.0, i.a)?; }
+    /// Multiplies fp16 fragments and accumulates in single precision: `d[16][8] = a[16][16] * b[16][8] + c`.
+    mma_m16n8k16_f32_f16 = MmaM16n8k16F32F16 { d: Vector<Out<F32>, 4>, a: Vector<Use<B32>, 4>, b: Vector<Use<B32>, 2>, c: Vector<Use<F32>, 4> }
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {d}, {a}, {b}, {c};", ptx(7, 0, 80), Warp, Pure, |m, i| { mma_f16(m, i)?; }
+}
+
+/// Matrix `j`'s row addresses come from lanes `8*j ..`; lane `l` receives elements `2*(l%4)`, `+1` of row `l/4`.
+fn ldmatrix<M: Machine>(m: &mut M, d: &[Out<B32>], a: SharedAddr) -> Result<(), M::Stop> {
+    for (j, d) in d.iter().enumerate() {
+        let mut rows = [[0; 16]; 8];
+        for (r, row) in rows.iter_mut().enumerate() {
+            let lane = (8 * j + r) as u32;
+            let addr = m.get(lane, Use(a.base))?.wrapping_add_signed(a.offset);
+            let access = Access {
+                space: Space::Shared,
+                addr: addr.into(),
+                region: a.region,
+                order: Order::Weak,
+            };
+            m.load(lane, access, row)?;
+        }
+        for lane in lanes(m.active()) {
+            let (row, word) = (lane as usize / 4, lane as usize % 4);
+            let bytes = &rows[row][4 * word..4 * word + 4];
+            m.set(lane, *d, u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));
+        }
+    }
+    Ok(())
+}
+
+/// The pair of fp16 values in a register.
+fn pair(bits: u32) -> [f64; 2] {
+    [bits, bits >> 16].map(|bits| half::f16::from_bits(bits as u16).to_f64())
+}
+
+fn mma_f16<M: Machine>(m: &mut M, i: &MmaM16n8k16F32F16) -> Result<(), M::Stop> {
+    let mut a = [[0.0; 16]; 16];
+    let mut b = [[0.0; 8]; 16];
+    for lane in 0..32 {
+        for (r, reg) in i.a.0.into_iter().enumerate() {
+            let values = pair(m.get(lane, reg)?);
+            for (half, value) in values.into_iter().enumerate() {
+                let (row, k) = fragment::a(lane, r as u32, half as u32);
+                a[row as usize][k as usize] = value;
+            }
+        }
+        for (r, reg) in i.b.0.into_iter().enumerate() {
+            let values = pair(m.get(lane, reg)?);
+            for (half, value) in values.into_iter().enumerate() {
+                let (k, col) = fragment::b(lane, r as u32, half as u32);
+                b[k as usize][col as usize] = value;
+            }
+        }
+    }
+    let mut results = [[0.0; 4]; 32];
+    for lane in 0..32 {
+        for r in 0..4 {
+            let (row, col) = fragment::c(lane, r);
+            let c = f64::from(m.get(lane, i.c.0[r as usize])?);
+            let sum = (0..16).map(|k| a[row as usize][k] * b[k][col as usize]).sum::<f64>();
+            results[lane as usize][r as usize] = (sum + c) as f32;
+        }
+    }
+    for (lane, values) in results.into_iter().enumerate() {
+        for (d, value) in i.d.0.into_iter().zip(values) {
+            m.set(lane as u32, d, value);
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,98 @@
+//! A finished program: target, entry, parameters, registers and shared-memory plan.
+
+use super::builder::{Item, Node};
+use super::reg::{Param, Region};
+use super::types::Class;
+use crate::target::{PtxIsa, SmArch};
+
+/// The plan of a CTA's dynamic shared memory: named regions, one after the other.
+#[derive(Clone, Debug, Default)]
+pub struct SmemPlan {
+    regions: Vec<(String, Region)>,
+    bytes: u32,
+}
+
+impl SmemPlan {
+    /// Adds a region of `bytes` bytes at a multiple of `align`.
+    pub fn region(&mut self, name: &str, bytes: u32, align: u32) -> Region {
+        let start = self.bytes.next_multiple_of(align);
+        self.bytes = start + bytes;
+        let region = Region { start, bytes };
+        self.regions.push((name.to_owned(), region));
+        region
+    }
+
+    /// Adds a name for memory that other regions own: a later phase of the program reuses it.
+    ///
+    /// # Panics
+    /// If it does not lie inside the plan: a bug in the emitter.
+    pub fn overlay(&mut self, name: &str, start: u32, bytes: u32) -> Region {
+        assert!(start + bytes <= self.bytes, "overlay {name} leaves the plan");
+        let region = Region { start, bytes };
+        self.regions.push((name.to_owned(), region));
+        region
+    }
+
+    /// Grows the plan to at least `bytes`.
+    pub fn reserve(&mut self, bytes: u32) {
+        self.bytes = self.bytes.max(bytes);
+    }
+
+    /// Total size in bytes.
+    pub fn bytes(&self) -> u32 {
+        self.bytes
+    }
+
+    /// The regions with their names, in order of declaration.
+    pub fn regions(&self) -> &[(String, Region)] {
+        &self.regions
+    }
+}
+
+/// The kernel of a module.
+#[derive(Clone, Debug)]
+pub struct Entry {
+    /// The kernel's name.
+    pub name: String,
+    /// Its parameters, in order.
+    pub params: Vec<Param>,
+    /// Threads of a CTA.
+    pub threads: u32,
+    /// CTAs that should fit on an SM.
+    pub min_ctas: u32,
+    /// The CTA's shared memory.
+    pub smem: SmemPlan,
+    /// How many registers of each class it declares, indexed by [`Class`].
+    pub num_regs: [u32; Class::ALL.len()],
+    /// The names of its sections; 0 is the root and has none.
+    pub sections: Vec<String>,
+    /// The program.
+    pub items: Vec<Item>,
+    /// What the builder noticed and the verifier will report.
+    pub(super) mistakes: Vec<String>,
+}
+
+/// A module with one kernel.
+#[derive(Clone, Debug)]
+pub struct Module {
+    /// The target it is written for.
+    pub target: SmArch,
+    /// The kernel.
+    pub entry: Entry,
+}
+
+impl Module {
+    /// The instructions in order.
+    pub fn nodes(&self) -> impl Iterator<Item = &Node> {
+        self.entry.items.iter().filter_map(|item| match item {
+            Item::Inst(node) => Some(node),
+            _ => None,
+        })
+    }
+
+    /// The lowest PTX ISA version with every used form and the target.
+    pub fn isa(&self) -> PtxIsa {
+        let target = self.target.since().unwrap_or(PtxIsa::new(0, 0));
+        self.nodes().map(|node| node.inst.row().since.isa).fold(target, PtxIsa::max)
+    }
+}
