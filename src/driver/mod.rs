@@ -11,6 +11,25 @@
 //! - newer functions are optional, and their absence is an error at use that names the function;
 //! - a launch neither allocates nor waits.
 //!
+//! ```no_run
+//! use makaira::driver::{
+//!     Args, Context, Cubin, DeviceBuffer, JitOptions, LaunchShape, Module, Stream,
+//! };
+//! # fn main() -> Result<(), makaira::driver::Error> {
+//! # let ptx = "";
+//! let context = Context::open(0)?;
+//! let cubin = Cubin::assemble(&context, ptx, &JitOptions::default())?;
+//! let kernel = Module::from_cubin(&context, &cubin)?.function("twice")?;
+//! let data = DeviceBuffer::from_slice(&context, &[1_u32, 2, 3])?;
+//! let stream = Stream::new(&context)?;
+//! let args = Args::new().with(data.ptr()).with(data.len() as u32);
+//! kernel.launch(stream.borrow(), &LaunchShape::linear(1, 32, 0), &args)?;
+//! stream.synchronize()?;
+//! println!("{:?}", data.to_vec()?);
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! Source: CUDA Driver API reference; its group names are those of the files here.
 #![allow(unsafe_code)] // calls across the C boundary
 
