@@ -73,7 +73,8 @@ pub enum Error {
 
     /// A size is zero, or so large that byte counts overflow.
     #[error(
-        "a weight of N = {n} outputs and K = {k} inputs cannot be packed: both sizes must be at least 1 and N x K below 2^48"
+        "a weight of N = {n} outputs and K = {k} inputs cannot be packed: both sizes must be at \
+         least 1 and N x K below 2^48"
     )]
     Size {
         /// Outputs of the layer.
@@ -84,7 +85,8 @@ pub enum Error {
 
     /// The source or target order cannot hold the shape.
     #[error(
-        "{order} holds only N a multiple of {n_multiple} and K a multiple of {k_multiple}, found N = {n}, K = {k}"
+        "{order} holds only N a multiple of {n_multiple} and K a multiple of {k_multiple}, found \
+         N = {n}, K = {k}"
     )]
     OrderShape {
         /// The name of the order.
@@ -110,7 +112,8 @@ pub enum Error {
 
     /// The quantiser met a value that has no nearest code.
     #[error(
-        "the weight at row {row} (output), column {column} (input) is {value}: only finite weights whose scale fits fp16 can be quantised"
+        "the weight at row {row} (output), column {column} (input) is {value}: only finite weights \
+         whose scale fits fp16 can be quantised"
     )]
     NotFinite {
         /// Output index.

@@ -63,15 +63,12 @@ pub(super) fn pack_chunk_codes(
         let (h, s) = (strip / 4, strip % 4);
         let kt = k0 / 16 + strip;
         let at = kt * strip_row_bytes + n0 / CHUNK_CHANNELS * (4 * STRIP_WORDS);
-        let source = (16 * kt < matrix.k()).then(|| &b[at..at + 4 * STRIP_WORDS]);
+        let source = (16 * kt < matrix.k()).then(|| b[at..at + 4 * STRIP_WORDS].as_chunks().0);
         for (j, tile) in chunk.chunks_exact_mut(tile_words).enumerate() {
             let half = &mut tile[STRIP_WORDS * h..STRIP_WORDS * (h + 1)];
             for (lane, words) in half.chunks_exact_mut(4).enumerate() {
-                words[s] = source.map_or(padding, |source| {
-                    let at = 4 * (4 * lane + j);
-                    let word = [source[at], source[at + 1], source[at + 2], source[at + 3]];
-                    swap_nibbles(u32::from_le_bytes(word))
-                });
+                let word = source.map(|source| u32::from_le_bytes(source[4 * lane + j]));
+                words[s] = word.map_or(padding, swap_nibbles);
             }
         }
     }

@@ -43,6 +43,10 @@ pub use u4b8::U4B8;
 
 use std::fmt::Debug;
 
+use crate::asm::Asm;
+use crate::asm::reg::Reg;
+use crate::asm::types::B32;
+
 /// How the zero of a weight type is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ZeroRule {
@@ -75,6 +79,14 @@ pub trait WeightFormat: Debug + Sync {
 
     /// The code that padding is filled with; it is worth zero.
     fn padding_code(&self) -> u8;
+
+    /// Emits the constants that [`WeightFormat::emit_fragment`] wants in registers.
+    fn emit_constants(&self, a: &mut Asm) -> Vec<Reg<B32>>;
+
+    /// Emits the conversion of one packed word to the A operand of `mma.m16n8k16` in fp16, unscaled and
+    /// without a stored zero: registers 0 and 2 belong to channel g, 1 and 3 to channel g + 8; 0 and 1 to
+    /// inputs 2c and 2c + 1, 2 and 3 to 2c + 8 and 2c + 9 (see the drawing of [`PackedLayout`]).
+    fn emit_fragment(&self, a: &mut Asm, constants: &[Reg<B32>], word: Reg<B32>) -> [Reg<B32>; 4];
 
     /// Codes in a 32-bit word.
     fn codes_per_word(&self) -> usize {

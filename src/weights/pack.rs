@@ -197,9 +197,9 @@ fn column_words(matrix: &QuantMatrix<'_>, k0: usize, n0: usize, padding: u32) ->
         Codes::GptqWords(bytes) => {
             for (octet, row) in columns.iter_mut().enumerate().take(inputs / 8) {
                 let at = 4 * ((k0 / 8 + octet) * n + n0);
-                let source = bytes[at..at + 4 * channels].chunks_exact(4);
+                let source = bytes[at..at + 4 * channels].as_chunks().0;
                 for (word, quad) in row.iter_mut().zip(source) {
-                    *word = u32::from_le_bytes([quad[0], quad[1], quad[2], quad[3]]);
+                    *word = u32::from_le_bytes(*quad);
                 }
             }
         }
@@ -216,13 +216,13 @@ fn column_words(matrix: &QuantMatrix<'_>, k0: usize, n0: usize, padding: u32) ->
         Codes::ByOutput(bytes) => {
             for channel in 0..channels {
                 let at = (n0 + channel) * k + k0;
-                for (octet, codes) in bytes[at..at + inputs].chunks(8).enumerate() {
-                    columns[octet][channel] = match codes.try_into() {
-                        Ok(whole) => gather_nibbles(u64::from_le_bytes(whole)),
-                        Err(_) => codes.iter().enumerate().fold(padding, |word, (i, &code)| {
-                            word & !(0xf << (4 * i)) | u32::from(code) << (4 * i)
-                        }),
-                    };
+                let (octets, rest) = bytes[at..at + inputs].as_chunks();
+                for (row, octet) in columns.iter_mut().zip(octets) {
+                    row[channel] = gather_nibbles(u64::from_le_bytes(*octet));
+                }
+                for (i, &code) in rest.iter().enumerate() {
+                    let word = &mut columns[octets.len()][channel];
+                    *word = *word & !(0xf << (4 * i)) | u32::from(code) << (4 * i);
                 }
             }
         }
@@ -348,7 +348,8 @@ mod tests {
                 sources.push(Codes::GptqWords(&words[1..]));
             }
             for source in sources {
-                let matrix = QuantMatrix::new(n, k, group, &U4B8, source, scales_view).expect("legal");
+                let matrix = QuantMatrix::new(n, k, group, &U4B8, source, scales_view);
+                let matrix = matrix.expect("legal");
                 let naive = pack_naive(&matrix);
                 for threads in [1, 2, 5] {
                     let packed = PackedWeights::pack(&matrix, threads).expect("packs");

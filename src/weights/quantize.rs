@@ -1,8 +1,8 @@
 //! Round-to-nearest quantisation of a dense weight to `u4b8`.
 //!
 //! Per group of a row of `[N][K]` (the orientation of a linear layer's weight): the scale is
-//! s = 2 max|w| / 15 rounded to fp16, and the code is clamp(round(w / s) + 8, 0, 15), ties away
-//! from zero. The largest magnitude sits at 7.5 steps, so it costs half a step on either side. A
+//! s = 2 max|w| / 15 rounded to fp16, and the code is clamp(round(w / s) + 8, 0, 15), ties to
+//! even. The largest magnitude sits at 7.5 steps, so it costs half a step on either side. A
 //! group without a non-zero scale (all zeros, or so small that s rounds to zero) gets scale 0 and
 //! code 8. This is a baseline for tests and for users without calibration data; GPTQ is better.
 //!
@@ -114,15 +114,15 @@ pub fn quantize(
 fn widen_row(dense: Dense<'_>, first: usize, values: &mut [f32]) {
     match dense {
         Dense::F16(bytes) => {
-            let source = bytes[2 * first..2 * (first + values.len())].chunks_exact(2);
+            let source = bytes[2 * first..2 * (first + values.len())].as_chunks().0;
             for (value, pair) in values.iter_mut().zip(source) {
-                *value = widen_half(u16::from_le_bytes([pair[0], pair[1]]));
+                *value = widen_half(u16::from_le_bytes(*pair));
             }
         }
         Dense::F32(bytes) => {
-            let source = bytes[4 * first..4 * (first + values.len())].chunks_exact(4);
+            let source = bytes[4 * first..4 * (first + values.len())].as_chunks().0;
             for (value, quad) in values.iter_mut().zip(source) {
-                *value = f32::from_le_bytes([quad[0], quad[1], quad[2], quad[3]]);
+                *value = f32::from_le_bytes(*quad);
             }
         }
     }
@@ -154,11 +154,12 @@ fn quantize_row(
     for (group_idx, ((values, codes), scale)) in groups.enumerate() {
         // The bits of |w| order as the values do, and NaN above all: an integer maximum is a
         // vector loop and finds NaN and infinity too.
-        let largest_bits = values.iter().map(|v| v.to_bits() & 0x7fff_ffff).max().unwrap_or(0);
-        let largest = f32::from_bits(largest_bits);
+        let magnitude_bits = |v: &f32| (v.to_bits() & 0x7fff_ffff).cast_signed();
+        let largest_bits = values.iter().map(magnitude_bits).fold(0, i32::max);
+        let largest = f32::from_bits(largest_bits.cast_unsigned());
         *scale = f16::from_f32(2.0 * largest / 15.0);
         if !largest.is_finite() || !scale.is_finite() {
-            let column = values.iter().position(|v| v.to_bits() & 0x7fff_ffff == largest_bits);
+            let column = values.iter().position(|v| magnitude_bits(v) == largest_bits);
             return Err(group_idx * group_len + column.unwrap_or(0));
         }
         let scale = scale.to_f32();
@@ -167,22 +168,20 @@ fn quantize_row(
             continue;
         }
         for (code, value) in codes.iter_mut().zip(values) {
-            // At most 7.5 (1 + 2^-11) steps, or 2^25 for a subnormal scale: i32 holds it.
             *code = round_to_step(value / scale);
         }
     }
     Ok(())
 }
 
-/// clamp(round(steps) + 8, 0, 15) with ties away from zero.
+/// clamp(round(steps) + 8, 0, 15), ties to even.
 ///
-/// Clamped first to the codes' own range widened by less than a half, then shifted to be positive,
-/// so that truncation after adding a half is rounding; ties of negative values need the tie moved
-/// to the other side, hence the copied sign.
+/// Clamping first is the same, since the ends are integers. 1.5 x 2^23 has a unit of one in its
+/// last place, so adding it rounds to an integer, and the integer stands in the low bits; the bias
+/// of 8 rides along, and is even, so it moves no tie.
 fn round_to_step(steps: f32) -> u8 {
-    let clamped = steps.clamp(-8.0, 7.0);
-    let rounded = (clamped + 0.5f32.copysign(clamped)) as i32;
-    (rounded + 8) as u8
+    const BIASED: f32 = 1.5 * 8_388_608.0 + 8.0;
+    (steps.clamp(-8.0, 7.0) + BIASED).to_bits() as u8
 }
 
 #[cfg(test)]
@@ -201,7 +200,7 @@ mod tests {
             scales.push(scale);
             for value in values {
                 let steps = value / scale.to_f32();
-                let code = if scale == f16::ZERO { 8.0 } else { steps.round() + 8.0 };
+                let code = if scale == f16::ZERO { 8.0 } else { steps.round_ties_even() + 8.0 };
                 codes.push(code.clamp(0.0, 15.0) as u8);
             }
         }
@@ -268,14 +267,14 @@ mod tests {
     }
 
     #[test]
-    fn ties_round_away_from_zero_and_the_ends_clamp() {
+    fn ties_round_to_even_and_the_ends_clamp() {
         // The largest is 7.5 steps of 1.0.
         let values = [7.5f32, -7.5, 0.5, -0.5, 1.5, -1.5, 6.49, -6.51, 0.0, -0.0, 7.0, -8.0 / 1.1];
         let mut codes = [0u8; 11];
         let mut scales = [f16::ZERO];
         quantize_row(&values[..11], Group::PerColumn, &mut codes, &mut scales).expect("finite");
         assert_eq!(scales[0], f16::ONE);
-        assert_eq!(codes, [15, 0, 9, 7, 10, 6, 14, 1, 8, 8, 15]);
+        assert_eq!(codes, [15, 0, 8, 8, 10, 6, 14, 1, 8, 8, 15]);
         assert_eq!(round_to_step(values[11]), 1);
     }
 
