@@ -9,14 +9,15 @@ use std::sync::{Arc, Mutex};
 
 use half::f16;
 use makaira::asm::Module;
-use makaira::asm::builder::Item;
+use makaira::asm::builder::{Item, Node};
 use makaira::asm::isa::Inst;
+use makaira::asm::isa::alu::{Alu, MovB32, XorB32};
 use makaira::asm::isa::async_copy::{CopyAsync, CpAsyncWaitGroup};
 use makaira::asm::isa::mem::{LdRelaxedGpuGlobalU32, Mem, RedRelaxedGpuGlobalAddU32, StGlobalB32};
 use makaira::asm::isa::sync::Sync;
-use makaira::asm::reg::Imm;
+use makaira::asm::reg::{Imm, In};
 use makaira::backend::{Arg, Backend, DevicePtr, Error, Kernel, Stream};
-use makaira::emu::{Category, EmuBackend, EmuError, Fault, Options};
+use makaira::emu::{Category, EmuBackend, EmuError, Fault, LaunchReport, Options};
 use makaira::gemm::{Gemm, Matrix};
 use makaira::kernel::{Config, Problem, select};
 use makaira::target::DeviceSpec;
@@ -49,12 +50,21 @@ fn weakened(config: &Config, inst: &Inst) -> Vec<Option<Inst>> {
     }
 }
 
+/// What is done to a module.
+#[derive(Clone, Copy, PartialEq)]
+enum Mutation {
+    None,
+    /// One instruction is weakened: the n-th that can be, counted over the module, if there are so many.
+    Weakened(usize),
+    /// Every exclusive or of two registers passes its first operand on: kernels use it for swizzles only.
+    Unswizzled,
+}
+
 /// An emulator that loads mutants.
 struct Mutating {
     inner: EmuBackend,
     config: Config,
-    /// Which mutation is applied, counted over the module; none if there are fewer.
-    which: usize,
+    mutation: Mutation,
     /// What was mutated.
     mutated: Mutex<Option<String>>,
 }
@@ -62,12 +72,30 @@ struct Mutating {
 impl Mutating {
     fn mutate(&self, module: &Module) -> Module {
         let mut mutant = module.clone();
+        match self.mutation {
+            Mutation::None => {}
+            Mutation::Weakened(which) => self.weaken(&mut mutant, which),
+            Mutation::Unswizzled => {
+                for item in &mut mutant.entry.items {
+                    if let Item::Inst(node) = item
+                        && let Inst::Alu(Alu::XorB32(XorB32 { d, a, b: In::Reg(_) })) = node.inst
+                    {
+                        node.inst = MovB32 { d, a }.into();
+                        *self.mutated.lock().expect("no thread panicked") = Some("swizzle".into());
+                    }
+                }
+            }
+        }
+        mutant
+    }
+
+    fn weaken(&self, mutant: &mut Module, which: usize) {
         let mut count = 0;
         for index in 0..mutant.entry.items.len() {
             let Item::Inst(node) = mutant.entry.items[index] else { continue };
             for replacement in weakened(&self.config, &node.inst) {
-                if count == self.which {
-                    let section = &module.entry.sections[node.section as usize];
+                if count == which {
+                    let section = &mutant.entry.sections[node.section as usize];
                     let now = replacement.map_or("nothing".into(), |inst| inst.to_string());
                     *self.mutated.lock().expect("no thread panicked") = Some(format!(
                         "`{}` becomes `{now}` in {section}, {}",
@@ -75,17 +103,15 @@ impl Mutating {
                     ));
                     match replacement {
                         Some(inst) => {
-                            let node = makaira::asm::builder::Node { inst, ..node };
-                            mutant.entry.items[index] = Item::Inst(node);
+                            mutant.entry.items[index] = Item::Inst(Node { inst, ..node });
                         }
                         None => drop(mutant.entry.items.remove(index)),
                     }
-                    return mutant;
+                    return;
                 }
                 count += 1;
             }
         }
-        mutant
     }
 }
 
@@ -134,6 +160,13 @@ fn fault_of(error: &(dyn std::error::Error + 'static)) -> Option<Fault> {
     None
 }
 
+struct Outcome {
+    /// What was mutated.
+    mutated: Option<String>,
+    fault: Option<Fault>,
+    report: Option<LaunchReport>,
+}
+
 struct Case {
     name: &'static str,
     m: u64,
@@ -143,12 +176,12 @@ struct Case {
 }
 
 impl Case {
-    /// Runs mutant `which`: what was mutated, and the fault.
-    fn run(&self, packed: &PackedWeights, which: usize) -> (Option<String>, Option<Fault>) {
+    /// Runs a mutant.
+    fn run(&self, packed: &PackedWeights, mutation: Mutation) -> Outcome {
         let options = Options { max_idle_steps: 200_000, max_steps: 4 << 20, ..Options::default() };
         let inner = EmuBackend::h200_like(4).with_options(options);
         let config: Config = self.name.parse().expect("the name of a configuration");
-        let backend = Arc::new(Mutating { inner, config, which, mutated: Mutex::new(None) });
+        let backend = Arc::new(Mutating { inner, config, mutation, mutated: Mutex::new(None) });
         let gemm = Gemm::new(backend.clone());
         let weight = gemm.upload(packed).expect("the weight fits");
         let a: Vec<f16> =
@@ -171,30 +204,33 @@ impl Case {
         let run = gemm.matmul_with(&prepared, a, &weight, c, self.m, &workspace, Stream::default());
         let fault = run.err().map(|error| fault_of(&error).expect("only faults end a launch"));
         let mutated = backend.mutated.lock().expect("no thread panicked").take();
-        (mutated, fault)
+        Outcome { mutated, fault, report: backend.inner.last_report() }
     }
 
-    /// Runs all mutants: those that were not reported as a bug of the kernel.
-    fn survivors(&self) -> Vec<String> {
+    fn packed(&self) -> PackedWeights {
         let config: Config = self.name.parse().expect("the name of a configuration");
         let dense: Vec<f32> = (0..self.n * self.k).map(|i| (i % 17) as f32 - 8.0).collect();
         let dense = Dense::F32(bytemuck::cast_slice(&dense));
         let quantized =
             quantize(dense, self.n, self.k, config.group, 1).expect("the weights are finite");
-        let packed = PackedWeights::pack(&quantized.view(), 1).expect("the sizes are legal");
-        let (none, fault) = self.run(&packed, usize::MAX);
-        assert_eq!(none, None);
-        if let Some(fault) = fault {
+        PackedWeights::pack(&quantized.view(), 1).expect("the sizes are legal")
+    }
+
+    /// Runs all mutants: those that were not reported as a bug of the kernel.
+    fn survivors(&self) -> Vec<String> {
+        let packed = self.packed();
+        if let Some(fault) = self.run(&packed, Mutation::None).fault {
             panic!("{} has a fault as it is:\n{fault}", self.name);
         }
         let mut survivors = Vec::new();
         for which in 0.. {
-            let (Some(mutated), fault) = self.run(&packed, which) else {
+            let outcome = self.run(&packed, Mutation::Weakened(which));
+            let Some(mutated) = outcome.mutated else {
                 eprintln!("{}: {which} mutants, {} survivors", self.name, survivors.len());
                 assert!(which > 5, "{}: hardly any synchronisation was found", self.name);
                 break;
             };
-            match fault {
+            match outcome.fault {
                 Some(fault) if fault.kind.category() == Category::KernelBug => {}
                 Some(fault) => survivors.push(format!("{mutated}: only {:?}", fault.kind)),
                 None => survivors.push(mutated),
@@ -208,14 +244,36 @@ fn case(name: &'static str, m: u64, n: usize, k: usize, stripe: u32) -> Case {
     Case { name, m, n, k, stripe }
 }
 
-#[test]
-fn every_synchronisation_of_a_kernel_is_needed() {
-    // Stripes longer than a tile, so that a CTA has several segments, each with more runs than the ring.
-    let cases = [
+/// Stripes longer than a tile, so that a CTA has several segments, some with more runs than the ring has
+/// slots.
+fn cases() -> [Case; 3] {
+    [
         case("marlin_sm80_u4b8_f16_m8n64k512_g128_w1_s3_c1", 8, 192, 4096, 45),
         case("marlin_sm80_u4b8_f16_m16n128k512_g128_w2_s3_c1", 16, 384, 4096, 45),
         case("marlin_sm80_u4b8_f16_m64n256k128_g128_w8_s3_c1_fs", 64, 512, 2048, 21),
-    ];
-    let survivors: Vec<String> = cases.iter().flat_map(Case::survivors).collect();
+    ]
+}
+
+#[test]
+fn every_synchronisation_of_a_kernel_is_needed() {
+    let survivors: Vec<String> = cases().iter().flat_map(Case::survivors).collect();
     assert!(survivors.is_empty(), "not reported:\n{}", survivors.join("\n"));
+}
+
+/// The kernels have no bank conflict; without their swizzle the count shows it.
+#[test]
+fn every_swizzle_of_a_kernel_is_needed() {
+    for case in cases() {
+        let packed = case.packed();
+        let [right, flat] = [Mutation::None, Mutation::Unswizzled].map(|m| case.run(&packed, m));
+        assert!(flat.mutated.is_some(), "{}: no swizzle was found", case.name);
+        let conflicts = |outcome: &Outcome| match (&outcome.report, &outcome.fault) {
+            (Some(report), None) => report.total.conflict_wavefronts,
+            (_, Some(fault)) => panic!("{}: {fault}", case.name),
+            (None, None) => panic!("{}: nothing was launched", case.name),
+        };
+        eprintln!("{}: {} conflicts without the swizzle", case.name, conflicts(&flat));
+        assert_eq!(conflicts(&right), 0, "{}", case.name);
+        assert!(conflicts(&flat) > 0, "{}: the count misses the swizzle", case.name);
+    }
 }
