@@ -25,12 +25,12 @@ fn atomic_flag(order: Order) -> u16 {
 impl Machine for Executor<'_> {
     type Stop = Stop;
 
-    #[inline]
+    #[inline(always)]
     fn active(&self) -> u32 {
         self.active
     }
 
-    #[inline]
+    #[inline(always)]
     fn read(&mut self, lane: u32, reg: AnyReg) -> Result<u64, Stop> {
         let slot = self.launch.program.slot(reg);
         if self.warp.defined[slot] >> lane & 1 == 0 {
@@ -42,7 +42,7 @@ impl Machine for Executor<'_> {
         })
     }
 
-    #[inline]
+    #[inline(always)]
     fn write(&mut self, lane: u32, reg: AnyReg, bits: u64) {
         let slot = self.launch.program.slot(reg);
         self.warp.defined[slot] |= 1 << lane;
@@ -226,10 +226,13 @@ impl Machine for Executor<'_> {
     fn barrier(&mut self, id: u32, threads: Option<u32>) -> Result<(), Stop> {
         let lane = self.active.trailing_zeros();
         let misuse = |what: String| {
-            let help = "barriers are numbered 0 to 15; the count is a positive multiple of 32 and \
-                        at most the CTA's threads";
+            let help = "barriers are numbered 0 to 15, all lanes of a warp name the same one; the \
+                        count is a positive multiple of 32 and at most the CTA's threads";
             self.fault(FaultKind::BarrierMisuse, lane, "arrived", what, help)
         };
+        if let Some((other, _)) = self.arrival {
+            return Err(misuse(format!("lanes of one warp name barriers {other} and {id}")));
+        }
         if id > 15 {
             return Err(misuse(format!("barrier {id} does not exist")));
         }

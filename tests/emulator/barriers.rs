@@ -97,6 +97,19 @@ fn barrier_sixteen_does_not_exist() {
     Run::new().clean(&program(15), [1, 1]);
 }
 
+#[test]
+fn lanes_of_a_warp_name_one_barrier() {
+    let program = |shift: u32| {
+        module(64, 0, |asm, p| {
+            let id = asm.reg();
+            asm.shr_u32(id, p.tid, shift);
+            asm.bar_sync_n(id, 32);
+        })
+    };
+    assert_eq!(Run::new().fault(&program(4), [1, 1]).kind, FaultKind::BarrierMisuse);
+    Run::new().clean(&program(5), [1, 1]);
+}
+
 /// Half a warp skips a CTA barrier.
 #[test]
 fn a_divergent_cta_barrier_is_reported() {

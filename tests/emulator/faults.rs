@@ -224,6 +224,32 @@ fn a_partly_guarded_aligned_instruction_is_reported() {
     Run::new().clean(&program(0), [1, 1]);
 }
 
+#[test]
+fn impossible_operands_are_reported() {
+    let copy = |bytes: u32| {
+        module(32, 512, |asm, p| {
+            let input = pointer(asm, "input");
+            let mine = slot(asm, p.smem, p.tid, 16);
+            asm.cp_async_cg_16_zfill(mine, input, bytes);
+        })
+    };
+    let fault = Run::new().words(&[0; 8]).fault(&copy(17), [1, 1]);
+    assert_eq!(fault.kind, FaultKind::BadOperand);
+    Run::new().words(&[0; 8]).clean(&copy(16), [1, 1]);
+
+    let branch = |bound: bool| {
+        module(32, 0, |asm, _| {
+            let label = asm.label("nowhere");
+            asm.bra(label);
+            if bound {
+                asm.bind(label);
+            }
+        })
+    };
+    assert_eq!(Run::new().fault(&branch(false), [1, 1]).kind, FaultKind::BadOperand);
+    Run::new().clean(&branch(true), [1, 1]);
+}
+
 /// A fault reads like this: rule, values, both sides, remedy.
 #[test]
 fn a_fault_prints_itself() {
