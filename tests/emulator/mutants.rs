@@ -10,11 +10,11 @@ use std::sync::{Arc, Mutex};
 use half::f16;
 use makaira::asm::Module;
 use makaira::asm::builder::{Item, Node};
-use makaira::asm::isa::Inst;
 use makaira::asm::isa::alu::{Alu, MovB32, XorB32};
 use makaira::asm::isa::async_copy::{CopyAsync, CpAsyncWaitGroup};
 use makaira::asm::isa::mem::{LdRelaxedGpuGlobalU32, Mem, RedRelaxedGpuGlobalAddU32, StGlobalB32};
 use makaira::asm::isa::sync::Sync;
+use makaira::asm::isa::{Effect, Inst};
 use makaira::asm::reg::{Imm, In};
 use makaira::backend::{Arg, Backend, DevicePtr, Error, Kernel, Stream};
 use makaira::emu::{Category, EmuBackend, EmuError, Fault, LaunchReport, Options};
@@ -48,6 +48,34 @@ fn weakened(config: &Config, inst: &Inst) -> Vec<Option<Inst>> {
         Inst::Mem(Mem::FenceAcqRelGpu(_)) => vec![None],
         _ => Vec::new(),
     }
+}
+
+fn is_barrier(item: &Item) -> bool {
+    let Item::Inst(node) = item else { return false };
+    matches!(node.inst, Inst::Sync(Sync::BarSync(_) | Sync::BarSyncN(_)))
+}
+
+/// Whether an item neither touches memory nor changes the flow of control.
+fn is_plain(item: &Item) -> bool {
+    match item {
+        Item::Inst(node) => node.inst.row().effect == Effect::Pure,
+        Item::Section(_) => true,
+        Item::Label(_) => false,
+    }
+}
+
+/// A barrier that follows barrier `index` with no access between: parts of a kernel that follow each other
+/// may each bring their own. One of the two is spare, so both are left out together.
+fn next_barrier(module: &Module, index: usize) -> Option<usize> {
+    let items = &module.entry.items;
+    let next = index + 1 + items[index + 1..].iter().position(|item| !is_plain(item))?;
+    (is_barrier(&items[index]) && is_barrier(&items[next])).then_some(next)
+}
+
+fn previous_barrier(module: &Module, index: usize) -> Option<usize> {
+    let items = &module.entry.items;
+    let previous = items[..index].iter().rposition(|item| !is_plain(item))?;
+    (is_barrier(&items[index]) && is_barrier(&items[previous])).then_some(previous)
 }
 
 /// What is done to a module.
@@ -93,7 +121,11 @@ impl Mutating {
         let mut count = 0;
         for index in 0..mutant.entry.items.len() {
             let Item::Inst(node) = mutant.entry.items[index] else { continue };
+            let covered = previous_barrier(mutant, index).is_some();
             for replacement in weakened(&self.config, &node.inst) {
+                if covered {
+                    break;
+                }
                 if count == which {
                     let section = &mutant.entry.sections[node.section as usize];
                     let now = replacement.map_or("nothing".into(), |inst| inst.to_string());
@@ -105,7 +137,12 @@ impl Mutating {
                         Some(inst) => {
                             mutant.entry.items[index] = Item::Inst(Node { inst, ..node });
                         }
-                        None => drop(mutant.entry.items.remove(index)),
+                        None => {
+                            if let Some(twin) = next_barrier(mutant, index) {
+                                mutant.entry.items.remove(twin);
+                            }
+                            mutant.entry.items.remove(index);
+                        }
                     }
                     return;
                 }
