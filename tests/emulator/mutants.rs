@@ -27,9 +27,9 @@ use makaira::weights::{Dense, PackedWeights, quantize};
 fn weakened(config: &Config, inst: &Inst) -> Vec<Option<Inst>> {
     match inst {
         Inst::Sync(Sync::BarSync(_) | Sync::BarSyncN(_)) => vec![None],
-        // Kernels of tall tiles keep loads in their window of the weave by warp barriers: those order
+        // Kernels of tall tiles (four row tiles and more) keep loads in their window of the weave by warp barriers: those order
         // nothing that CTA barriers do not.
-        Inst::Sync(Sync::BarWarpSync(_)) if config.tile_m < 64 => vec![None],
+        Inst::Sync(Sync::BarWarpSync(_)) if config.tile_m < 32 => vec![None],
         // The wait for all that follows the main loop meets only empty groups.
         Inst::CopyAsync(CopyAsync::CpAsyncWaitGroup(CpAsyncWaitGroup { n: Imm(0) })) => Vec::new(),
         Inst::CopyAsync(CopyAsync::CpAsyncCommitGroup(_)) => vec![None],
@@ -259,17 +259,21 @@ impl Case {
         if let Some(fault) = self.run(&packed, Mutation::None).fault {
             panic!("{} has a fault as it is:\n{fault}", self.name);
         }
-        let mut survivors = Vec::new();
+        let (mut survivors, mut spare) = (Vec::new(), 0);
         for which in 0.. {
             let outcome = self.run(&packed, Mutation::Weakened(which));
             let Some(mutated) = outcome.mutated else {
-                eprintln!("{}: {which} mutants, {} survivors", self.name, survivors.len());
+                eprintln!("{}: {which} mutants, {spare} barrier spare", self.name);
+                assert!(spare <= 1, "{}: only the epilogue's last barrier may be", self.name);
                 assert!(which > 5, "{}: hardly any synchronisation was found", self.name);
                 break;
             };
             match outcome.fault {
                 Some(fault) if fault.kind.category() == Category::KernelBug => {}
                 Some(fault) => survivors.push(format!("{mutated}: only {:?}", fault.kind)),
+                // The last barrier of the epilogue frees the sums' memory for the ring. Where they have
+                // memory of their own the next epilogue's first barrier is enough.
+                None if mutated.starts_with("`bar.sync 0;` becomes `nothing` in , ") => spare += 1,
                 None => survivors.push(mutated),
             }
         }
@@ -283,11 +287,13 @@ fn case(name: &'static str, m: u64, n: usize, k: usize, stripe: u32) -> Case {
 
 /// Stripes longer than a tile, so that a CTA has several segments, some with more runs than the ring has
 /// slots.
-fn cases() -> [Case; 3] {
+fn cases() -> [Case; 5] {
     [
         case("marlin_sm80_u4b8_f16_m8n64k512_g128_w1_s3_c1", 8, 192, 4096, 45),
         case("marlin_sm80_u4b8_f16_m16n128k512_g128_w2_s3_c1", 16, 384, 4096, 45),
         case("marlin_sm80_u4b8_f16_m64n256k128_g128_w8_s3_c1_fs", 64, 512, 2048, 21),
+        case("marlin_sm80_u4b8_f16_m1n64k512_g128_w1_s3_c1", 1, 192, 4096, 45),
+        case("marlin_sm80_u4b8_f16_m16n64k512_col_w1_s3_c1_el", 16, 67, 4001, 45),
     ]
 }
 
@@ -311,6 +317,8 @@ fn every_swizzle_of_a_kernel_is_needed() {
         };
         eprintln!("{}: {} conflicts without the swizzle", case.name, conflicts(&flat));
         assert_eq!(conflicts(&right), 0, "{}", case.name);
-        assert!(conflicts(&flat) > 0, "{}: the count misses the swizzle", case.name);
+        // A tile of one row has nothing to spread.
+        let needed = case.m >= 8;
+        assert!(!needed || conflicts(&flat) > 0, "{}: the count misses the swizzle", case.name);
     }
 }
