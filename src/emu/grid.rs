@@ -6,12 +6,10 @@
 //! (deadlock), or running without writing anything (no progress), or out of steps.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
-use std::sync::Arc;
 
 use super::async_ops::Flights;
 use super::banks::Banks;
-use super::clock::{Knowledge, Threads};
+use super::clock::{Threads, Words};
 use super::machine::{CtaState, Executor, Pause, Stop};
 use super::memory::{Bytes, Memory};
 use super::program::Program;
@@ -41,7 +39,7 @@ pub(super) struct Launch<'a> {
     pub grid: [u32; 2],
     pub args: &'a [u64],
     /// What atomic writes have published, by address of the word.
-    pub words: RefCell<HashMap<u64, Arc<Knowledge>>>,
+    pub words: RefCell<Words>,
 }
 
 impl Launch<'_> {

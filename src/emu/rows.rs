@@ -99,9 +99,10 @@ impl Machine for Executor<'_> {
                 self.touch_global(lane, access.addr, buf.len(), stamp)?;
                 self.read_global(lane, access.addr, buf)?;
                 if access.order != Order::Weak {
-                    let word = self.launch.words.borrow().get(&access.addr).cloned();
                     let thread = self.thread(lane);
-                    self.cta.threads.atomic_read(thread, word.as_ref(), acquires(access.order));
+                    let words = self.launch.words.borrow();
+                    let word = words.get(access.addr);
+                    self.cta.threads.atomic_read(thread, word, acquires(access.order));
                 }
                 Ok(())
             }
@@ -127,14 +128,10 @@ impl Machine for Executor<'_> {
                 if access.order != Order::Weak {
                     let thread = self.thread(lane);
                     let release = releases(access.order);
-                    match self.cta.threads.atomic_write(thread, None, release) {
-                        Some(word) => words.insert(access.addr, word),
-                        None => words.remove(&access.addr),
-                    };
-                } else if !words.is_empty() {
-                    // An ordinary store ends what earlier flags in these words published.
-                    let end = access.addr + buf.len() as u64;
-                    (access.addr..end).step_by(4).for_each(|word| drop(words.remove(&word)));
+                    let word = self.cta.threads.atomic_write(thread, None, release);
+                    words.set(access.addr, word);
+                } else {
+                    words.overwrite(access.addr, buf.len() as u64);
                 }
                 Ok(())
             }
@@ -164,11 +161,10 @@ impl Machine for Executor<'_> {
         self.write_global(lane, access.addr, &f(old).to_le_bytes())?;
         let thread = self.thread(lane);
         let mut words = self.launch.words.borrow_mut();
-        let word = words.get(&access.addr);
+        let word = words.get(access.addr);
         self.cta.threads.atomic_read(thread, word, acquires(access.order));
-        if let Some(word) = self.cta.threads.atomic_write(thread, word, releases(access.order)) {
-            words.insert(access.addr, word);
-        }
+        let word = self.cta.threads.atomic_write(thread, word, releases(access.order));
+        words.set(access.addr, word);
         Ok(old)
     }
 
