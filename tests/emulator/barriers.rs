@@ -158,6 +158,23 @@ fn warp_barriers_wait_for_diverged_lanes() {
     assert_eq!(fault.kind, FaultKind::BarrierMisuse, "a lane outside its own mask");
 }
 
+/// Lanes that have ended are not awaited at a warp barrier.
+#[test]
+fn ended_lanes_are_not_awaited() {
+    let program = module(32, 128, |asm, p| {
+        let high = asm.test_u32(Cmp::Ge, p.tid, 16);
+        asm.when(high, |asm| asm.exit());
+        let mine = slot(asm, p.smem, p.tid, 4);
+        asm.st_shared_b32(mine, p.tid);
+        asm.bar_warp_sync(-1);
+        let other = asm.reg();
+        asm.xor_b32(other, p.tid, 15);
+        let theirs = slot(asm, p.smem, other, 4);
+        asm.ld_shared_b32(other, theirs);
+    });
+    Run::new().clean(&program, [1, 1]);
+}
+
 /// Fault B42: a spin on a counter that starts dirty ends in a report, never in a hang.
 #[test]
 fn b42_a_spin_on_a_dirty_counter_ends() {
