@@ -8,6 +8,7 @@
 mod layer;
 mod operands;
 mod plan;
+mod plot;
 mod reader;
 mod report;
 mod timer;
@@ -65,6 +66,9 @@ pub struct Args {
     /// Write all rows as JSON.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Draw times and speed-ups as SVG.
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
     /// Times of the fp16 product on this card, from benches/fp16.py.
     #[arg(long, value_name = "FILE")]
     fp16: Option<PathBuf>,
@@ -90,6 +94,10 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let shapes = if args.shapes.is_empty() { Shape::all() } else { args.shapes.clone() };
     for shape in &shapes {
         bench.shape(shape)?;
+    }
+    if let Some(path) = &args.plot {
+        let title = bench.gpu.context().info().to_string();
+        plot::draw(path, &title, &bench.rows, &bench.peers, &bench.fp16)?;
     }
     let wrong = bench.rows.iter().filter(|row| row.answer.is_err()).count();
     anyhow::ensure!(wrong == 0, "{wrong} of {} answers are wrong", bench.rows.len());
