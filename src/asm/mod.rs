@@ -17,9 +17,11 @@ pub mod module;
 pub mod print;
 pub mod reg;
 pub mod types;
+pub mod verify;
 pub mod weave;
 
 pub use builder::{Asm, Stream};
 pub use module::Module;
 pub use print::PrintOptions;
+pub use verify::{Diagnostic, Diagnostics, Rule};
 pub use weave::Pattern;

@@ -90,6 +90,10 @@ pub trait Operand: fmt::Display {
     fn label(&self) -> Option<Label> {
         None
     }
+    /// The entry parameter that the operand names.
+    fn param(&self) -> Option<Param> {
+        None
+    }
 }
 
 /// A register that the instruction writes.
@@ -370,4 +374,11 @@ macro_rules! plain_operand {
         }
     )*};
 }
-plain_operand!(Param, Imm, Cmp, Special);
+plain_operand!(Imm, Cmp, Special);
+
+impl Operand for Param {
+    fn registers(&self, _f: &mut dyn FnMut(AnyReg, Role)) {}
+    fn param(&self) -> Option<Param> {
+        Some(*self)
+    }
+}
