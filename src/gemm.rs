@@ -1,1 +1,473 @@
-//! (room under construction)
+//! `Gemm`: the object that inference code holds. It ties packed weights, the choice of a kernel, the
+//! compiled module and the launch together.
+//!
+//! A [`Gemm`] belongs to one [`Backend`]. [`Gemm::upload`] copies a packed weight to the device;
+//! [`Gemm::prepare`] chooses and compiles the kernels for a range of batch sizes; [`Gemm::matmul`] enqueues
+//! a product on the caller's pointers and stream. After `prepare` that call looks up a small table,
+//! computes a few integers and launches: it does not allocate, compile or synchronise.
+//!
+//! A [`Workspace`] holds partial sums and locks. It may serve any number of weights, one stream at a time:
+//! calls that can run at the same time need a workspace each.
+
+use std::collections::HashMap;
+use std::sync::{Arc, RwLock};
+
+use crate::backend::{self, Backend, DevicePtr, Kernel, Stream};
+use crate::kernel::select::{self, Choice, MAX_ROW_STRIDE_BYTES};
+use crate::kernel::{Arguments, Config, Plan, Problem, Rows};
+use crate::weights::{PackedLayout, PackedWeights};
+
+/// What can go wrong with a product.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The backend failed.
+    #[error(transparent)]
+    Backend(#[from] backend::Error),
+    /// No kernel takes the layer.
+    #[error(transparent)]
+    NoKernel(#[from] select::NoKernel),
+    /// A configuration that was asked for is not legal here.
+    #[error(transparent)]
+    Illegal(#[from] select::Illegal),
+    /// A pointer or stride breaks a rule.
+    #[error("{operand}: {rule}")]
+    Operand {
+        /// Which operand.
+        operand: &'static str,
+        /// The rule, the value and the remedy.
+        rule: String,
+    },
+    /// The workspace is too small.
+    #[error(
+        "the workspace has {have_bytes} bytes of scratch and {have_locks} locks, m = {m} needs \
+         {need_bytes} and {need_locks}; make it with Gemm::workspace(weight, m)"
+    )]
+    Workspace {
+        /// Rows of the product.
+        m: u64,
+        /// Scratch bytes that the workspace has.
+        have_bytes: u64,
+        /// Locks that it has.
+        have_locks: u64,
+        /// Scratch bytes needed.
+        need_bytes: u64,
+        /// Locks needed.
+        need_locks: u64,
+    },
+    /// The configuration is for another kind of weight.
+    #[error("{config} is for another layer: {rule}")]
+    Mismatch {
+        /// The configuration.
+        config: String,
+        /// What does not match.
+        rule: String,
+    },
+}
+
+/// A row-major fp16 matrix in device memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Matrix {
+    /// Address of the first element.
+    pub ptr: DevicePtr,
+    /// Elements from one row to the next, at least the number of columns.
+    pub stride: u64,
+}
+
+/// A packed weight on a device. Freed when dropped.
+pub struct Weight {
+    backend: Arc<dyn Backend>,
+    layout: PackedLayout,
+    ptr: DevicePtr,
+    format: &'static str,
+}
+
+impl Weight {
+    /// The layout: sizes, group rule, padding.
+    pub fn layout(&self) -> &PackedLayout {
+        &self.layout
+    }
+
+    /// Where it lies.
+    pub fn ptr(&self) -> DevicePtr {
+        self.ptr
+    }
+
+    /// The weight type's name.
+    pub fn format(&self) -> &'static str {
+        self.format
+    }
+}
+
+impl Drop for Weight {
+    fn drop(&mut self) {
+        if let Err(error) = self.backend.free(self.ptr) {
+            log::debug!("freeing a weight: {error}");
+        }
+    }
+}
+
+/// Scratch memory and locks for products on one stream. Freed when dropped.
+pub struct Workspace {
+    backend: Arc<dyn Backend>,
+    scratch: Option<DevicePtr>,
+    scratch_bytes: u64,
+    locks: Option<DevicePtr>,
+    num_locks: u64,
+}
+
+impl Workspace {
+    /// Zeroes the locks again, as they are after every completed launch. Needed only if a launch was
+    /// aborted or the memory was written by somebody else.
+    ///
+    /// # Errors
+    /// If the backend fails.
+    pub fn reset(&mut self) -> Result<(), Error> {
+        if let Some(locks) = self.locks {
+            self.backend.upload(locks, &vec![0; 4 * self.num_locks as usize])?;
+        }
+        Ok(())
+    }
+
+    /// Address of the lock words, if there are any.
+    pub fn locks_ptr(&self) -> Option<DevicePtr> {
+        self.locks
+    }
+}
+
+impl Drop for Workspace {
+    fn drop(&mut self) {
+        for ptr in [self.scratch, self.locks].into_iter().flatten() {
+            if let Err(error) = self.backend.free(ptr) {
+                log::debug!("freeing a workspace: {error}");
+            }
+        }
+    }
+}
+
+/// A kernel that is ready to launch, and how.
+#[derive(Clone, Debug)]
+pub struct Prepared {
+    /// The configuration and stripe length.
+    pub choice: Choice,
+    /// The loaded kernel.
+    pub kernel: Arc<dyn Kernel>,
+}
+
+/// What the choice of a kernel depends on.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Slot {
+    n: u32,
+    k: u32,
+    group: crate::weights::Group,
+    rows: Rows,
+    /// The batch, rounded up to the step that choices distinguish.
+    m: u64,
+}
+
+/// Kernels and products on one backend. See the module's documentation.
+pub struct Gemm {
+    backend: Arc<dyn Backend>,
+    prepared: RwLock<HashMap<Slot, Prepared>>,
+    kernels: RwLock<HashMap<Config, Arc<dyn Kernel>>>,
+}
+
+impl Gemm {
+    /// Products on a backend.
+    pub fn new(backend: Arc<dyn Backend>) -> Self {
+        Self { backend, prepared: RwLock::default(), kernels: RwLock::default() }
+    }
+
+    /// The backend.
+    pub fn backend(&self) -> &Arc<dyn Backend> {
+        &self.backend
+    }
+
+    /// Copies a packed weight to the device.
+    ///
+    /// # Errors
+    /// If the device has too little memory.
+    pub fn upload(&self, packed: &PackedWeights) -> Result<Weight, Error> {
+        let ptr = self.backend.alloc(packed.bytes().len() as u64)?;
+        let weight = Weight {
+            backend: self.backend.clone(),
+            layout: *packed.layout(),
+            ptr,
+            format: packed.format().name(),
+        };
+        self.backend.upload(ptr, packed.bytes())?;
+        Ok(weight)
+    }
+
+    /// A workspace for products of up to `max_m` rows with a weight.
+    ///
+    /// # Errors
+    /// If no kernel takes the weight or memory runs out.
+    pub fn workspace(&self, weight: &Weight, max_m: u64) -> Result<Workspace, Error> {
+        let mut needs = (0, 0);
+        for m in steps(max_m) {
+            for rows in [Rows::Whole, Rows::Vector, Rows::Element] {
+                let problem = problem(weight.layout(), m, rows);
+                let choice = select::choose(&problem, self.backend.device())?;
+                for plan in select::plans(&choice.config, &problem, choice.stripe) {
+                    needs.0 = needs.0.max(plan.scratch_bytes);
+                    needs.1 = needs.1.max(plan.num_locks);
+                }
+            }
+        }
+        self.workspace_of(needs.0, needs.1)
+    }
+
+    /// A workspace of given sizes: bytes of scratch memory and lock words.
+    ///
+    /// # Errors
+    /// If memory runs out.
+    pub fn workspace_of(&self, scratch_bytes: u64, num_locks: u64) -> Result<Workspace, Error> {
+        let mut workspace = Workspace {
+            backend: self.backend.clone(),
+            scratch: None,
+            scratch_bytes,
+            locks: None,
+            num_locks,
+        };
+        if scratch_bytes > 0 {
+            workspace.scratch = Some(self.backend.alloc(scratch_bytes)?);
+        }
+        if num_locks > 0 {
+            workspace.locks = Some(self.backend.alloc(4 * num_locks)?);
+            workspace.reset()?;
+        }
+        Ok(workspace)
+    }
+
+    /// Chooses and compiles the kernels for products of up to `max_m` rows with a weight, for rows that
+    /// are whole vectors. Kernels of odd row layouts are compiled when first used.
+    ///
+    /// # Errors
+    /// If no kernel takes the weight or compilation fails.
+    pub fn prepare(&self, weight: &Weight, max_m: u64) -> Result<(), Error> {
+        for m in steps(max_m) {
+            let rows = default_rows(weight.layout());
+            self.prepared(&problem(weight.layout(), m, rows))?;
+        }
+        Ok(())
+    }
+
+    /// Enqueues `c[m][n] = a[m][k] * weight` on a stream. With `m` 0 nothing is launched.
+    ///
+    /// `a` and `c` are addresses of fp16 matrices on the backend's device. They must stay valid until the
+    /// work is done and must not overlap; they need an alignment of 2 bytes, and 16 for full speed. The
+    /// product is exact to fp32 accumulation and one rounding to fp16, and the same bits every time.
+    ///
+    /// # Errors
+    /// [`Error::Operand`] for a misaligned address or a bad stride, [`Error::Workspace`] if it is too small,
+    /// [`Error::Backend`] if the launch is refused.
+    pub fn matmul(
+        &self,
+        a: Matrix,
+        weight: &Weight,
+        c: Matrix,
+        m: u64,
+        workspace: &Workspace,
+        stream: Stream,
+    ) -> Result<(), Error> {
+        if m == 0 {
+            return Ok(());
+        }
+        let layout = weight.layout();
+        let rows = rows_of(layout, a, c)?;
+        let problem = problem(layout, m, rows);
+        let prepared = self.prepared(&problem)?;
+        self.launch(&prepared, &problem, a, weight, c, workspace, stream)
+    }
+
+    /// [`Gemm::matmul`] with a kernel of the caller's choice, for benchmarks and tests.
+    ///
+    /// # Errors
+    /// Those of [`Gemm::matmul`], and [`Error::Mismatch`] if the kernel is for another kind of layer.
+    #[allow(clippy::too_many_arguments)]
+    pub fn matmul_with(
+        &self,
+        prepared: &Prepared,
+        a: Matrix,
+        weight: &Weight,
+        c: Matrix,
+        m: u64,
+        workspace: &Workspace,
+        stream: Stream,
+    ) -> Result<(), Error> {
+        if m == 0 {
+            return Ok(());
+        }
+        let layout = weight.layout();
+        let config = &prepared.choice.config;
+        let mismatch = |rule: String| Error::Mismatch { config: config.to_string(), rule };
+        let rows = rows_of(layout, a, c)?;
+        if rows > config.rows {
+            return Err(mismatch(format!("rows allow {rows:?} access at most")));
+        }
+        if config.group != layout.group || config.format != weight.format {
+            return Err(mismatch(format!("the weight is {} {:?}", weight.format, layout.group)));
+        }
+        let problem = problem(layout, m, config.rows);
+        self.launch(prepared, &problem, a, weight, c, workspace, stream)
+    }
+
+    /// Compiles a configuration of the caller's choice.
+    ///
+    /// # Errors
+    /// If it is not legal on the device or compilation fails.
+    pub fn prepare_choice(&self, choice: Choice) -> Result<Prepared, Error> {
+        Ok(Prepared { choice, kernel: self.kernel(&choice.config)? })
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn launch(
+        &self,
+        prepared: &Prepared,
+        problem: &Problem,
+        a: Matrix,
+        weight: &Weight,
+        c: Matrix,
+        workspace: &Workspace,
+        stream: Stream,
+    ) -> Result<(), Error> {
+        let Choice { config, stripe, .. } = prepared.choice;
+        for plan in select::plans(&config, problem, stripe) {
+            if plan.scratch_bytes > workspace.scratch_bytes || plan.num_locks > workspace.num_locks
+            {
+                return Err(Error::Workspace {
+                    m: problem.m,
+                    have_bytes: workspace.scratch_bytes,
+                    have_locks: workspace.num_locks,
+                    need_bytes: plan.scratch_bytes,
+                    need_locks: plan.num_locks,
+                });
+            }
+            let args = arguments(&plan, &config, problem, a, weight, c, workspace);
+            self.backend.launch(&*prepared.kernel, plan.grid, &args.list(), stream)?;
+        }
+        Ok(())
+    }
+
+    /// The prepared kernel of a problem; chosen and compiled now if it was not before.
+    fn prepared(&self, problem: &Problem) -> Result<Prepared, Error> {
+        let slot = Slot {
+            n: problem.n,
+            k: problem.k,
+            group: problem.group,
+            rows: problem.rows,
+            m: step(problem.m),
+        };
+        if let Some(prepared) = self.prepared.read().expect("no panic holds it").get(&slot) {
+            return Ok(prepared.clone());
+        }
+        let chosen = Problem { m: slot.m, ..*problem };
+        let choice = select::choose(&chosen, self.backend.device())?;
+        let prepared = self.prepare_choice(choice)?;
+        let mut table = self.prepared.write().expect("no panic holds it");
+        Ok(table.entry(slot).or_insert(prepared).clone())
+    }
+
+    fn kernel(&self, config: &Config) -> Result<Arc<dyn Kernel>, Error> {
+        if let Some(kernel) = self.kernels.read().expect("no panic holds it").get(config) {
+            return Ok(kernel.clone());
+        }
+        let target = self.backend.device().arch;
+        select::check(config, target)?;
+        let module = select::family_of(config).build(config, target);
+        let kernel = self.backend.load(&module)?;
+        let mut table = self.kernels.write().expect("no panic holds it");
+        Ok(table.entry(*config).or_insert(kernel).clone())
+    }
+}
+
+/// The batch sizes at which choices may change, up to the one that `max_m` needs.
+fn steps(max_m: u64) -> impl Iterator<Item = u64> {
+    let last = step(max_m.max(1));
+    std::iter::successors(Some(1), |m| Some(step(m + 1))).take_while(move |m| *m <= last)
+}
+
+/// The batch rounded up to a step: the row tiles up to 64, then powers of two.
+fn step(m: u64) -> u64 {
+    if m <= 64 { select::tile_m_for(m).into() } else { m.next_power_of_two() }
+}
+
+fn problem(layout: &PackedLayout, m: u64, rows: Rows) -> Problem {
+    Problem { m, n: layout.n as u32, k: layout.k as u32, group: layout.group, rows }
+}
+
+/// How rows of exactly N and K elements at aligned addresses can be accessed.
+fn default_rows(layout: &PackedLayout) -> Rows {
+    match layout {
+        PackedLayout { n, k, .. } if n % 4 == 0 && k % 128 == 0 => Rows::Whole,
+        PackedLayout { n, k, .. } if n % 4 == 0 && k % 8 == 0 => Rows::Vector,
+        _ => Rows::Element,
+    }
+}
+
+/// How these operands' rows can be accessed.
+fn rows_of(layout: &PackedLayout, a: Matrix, c: Matrix) -> Result<Rows, Error> {
+    for (operand, matrix, columns) in [("a", a, layout.k), ("c", c, layout.n)] {
+        let error = |rule| Err(Error::Operand { operand, rule });
+        if !matrix.ptr.0.is_multiple_of(2) {
+            return error(format!("address {:#x} is odd; fp16 needs 2 bytes", matrix.ptr.0));
+        }
+        if matrix.stride < columns as u64 {
+            return error(format!(
+                "a stride of {} elements is less than the {columns} columns",
+                matrix.stride
+            ));
+        }
+        if 2 * matrix.stride > MAX_ROW_STRIDE_BYTES {
+            return error(format!(
+                "a stride of {} elements is more than {}; copy the rows closer together",
+                matrix.stride,
+                MAX_ROW_STRIDE_BYTES / 2
+            ));
+        }
+    }
+    let aligned = |matrix: Matrix, bytes: u64| {
+        matrix.ptr.0.is_multiple_of(bytes) && (2 * matrix.stride).is_multiple_of(bytes)
+    };
+    let vectors = aligned(a, 16) && aligned(c, 8);
+    Ok(if vectors { default_rows(layout) } else { Rows::Element })
+}
+
+fn arguments(
+    plan: &Plan,
+    config: &Config,
+    problem: &Problem,
+    a: Matrix,
+    weight: &Weight,
+    c: Matrix,
+    workspace: &Workspace,
+) -> Arguments {
+    let layout = weight.layout();
+    let k_tiles = layout.num_k_tiles() as u32;
+    let num_tiles = problem.n.div_ceil(config.tile_n);
+    let [(k_tiles_magic, k_tiles_shift), (stripe_magic, stripe_shift)] =
+        select::magics(problem, plan.stripe);
+    let at = |matrix: Matrix| matrix.ptr.0 + 2 * matrix.stride * plan.first_row;
+    Arguments {
+        a_ptr: at(a),
+        b_ptr: weight.ptr.0,
+        c_ptr: at(c),
+        column_scales_ptr: weight.ptr.0 + layout.column_scales_offset.unwrap_or(0) as u64,
+        scratch_ptr: workspace.scratch.map_or(0, |ptr| ptr.0),
+        locks_ptr: workspace.locks.map_or(0, |ptr| ptr.0),
+        m: plan.num_rows,
+        n: problem.n,
+        k: problem.k,
+        a_stride_bytes: (2 * a.stride) as u32,
+        c_stride_bytes: (2 * c.stride) as u32,
+        num_chunk_columns: (layout.n_padded / crate::weights::CHUNK_CHANNELS) as u32,
+        k_tiles,
+        num_runs: num_tiles * k_tiles,
+        stripe: plan.stripe,
+        k_tiles_magic,
+        k_tiles_shift,
+        stripe_magic,
+        stripe_shift,
+    }
+}

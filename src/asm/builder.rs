@@ -53,6 +53,16 @@ pub struct Stream {
 }
 
 impl Stream {
+    /// An empty stream.
+    pub const fn new() -> Self {
+        Self { nodes: Vec::new() }
+    }
+
+    /// Appends another stream.
+    pub fn extend(&mut self, other: Stream) {
+        self.nodes.extend(other.nodes);
+    }
+
     /// Number of instructions.
     pub fn len(&self) -> usize {
         self.nodes.len()

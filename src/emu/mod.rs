@@ -1,1 +1,36 @@
-//! (room under construction)
+//! Runs a module on the CPU, and checks every step against the rules of PTX.
+//!
+//! | part | file |
+//! |---|---|
+//! | the launch: CTAs and warps taking turns, barriers, deadlock | `grid.rs` |
+//! | a warp: registers, divergence | `warp.rs` |
+//! | one instruction: what the rows ask for, the gates of every access | `machine.rs`, `rows.rs`, `gates.rs` |
+//! | device and shared memory, definedness | `memory.rs` |
+//! | copies in flight | `async_ops.rs` |
+//! | happens-before, data races | `clock.rs`, `check.rs` |
+//! | bank conflicts | `banks.rs` |
+//! | faults and figures | `report.rs` |
+//!
+//! The emulator knows the instruction table and nothing of kernels. It is strict where PTX leaves things
+//! open: an asynchronous copy may land at any moment before its wait, lanes of a warp are not in step, and
+//! memory holds no value until somebody writes one. A program without a fault here is free of these bugs
+//! for the inputs that were run, whatever the order in which the hardware runs its warps.
+
+mod async_ops;
+mod backend;
+mod banks;
+mod check;
+mod clock;
+mod gates;
+mod grid;
+mod machine;
+mod memory;
+mod program;
+mod report;
+mod rows;
+mod warp;
+
+pub use backend::{EmuBackend, EmuError, EmuKernel, run};
+pub use grid::Options;
+pub use memory::{Memory, MemoryError};
+pub use report::{Category, Counts, Fault, FaultKind, LaunchReport, Site};

@@ -1,1 +1,21 @@
-//! (room under construction)
+//! PTX text to a loaded function: keys, the store on disk, the loader.
+//!
+//! Relies on `driver` for assembling and loading and sees a kernel as a name and a text. Compiled
+//! code is kept twice: in memory per context ([`Loader`]) and as cubins on disk ([`Store`]),
+//! because the driver's own cache may be off, too small or on a disk that is gone (fault B70).
+//! Invariant: the store can only save time. Whatever is wrong with it costs one warning and a
+//! compilation, never an error.
+//!
+//! | variable | effect |
+//! |---|---|
+//! | `MAKAIRA_CACHE_DIR` | the store; else `XDG_CACHE_HOME/makaira`, else `~/.cache/makaira` |
+//! | `MAKAIRA_NO_CACHE` | set to anything but `0`: the store is neither read nor written |
+//! | `CUDA_CACHE_DISABLE` | the driver's own cache, which it looks up when it starts; `1` is off |
+
+mod key;
+mod loader;
+mod store;
+
+pub use key::{Key, KeyParts};
+pub use loader::{Error, LoadedFunction, Loader};
+pub use store::{Cleared, EntryInfo, Origin, Store};

@@ -3,10 +3,11 @@
 //! Each half of a register is an fp16 value; results are rounded once, to nearest even, and subnormals
 //! are kept. Products and sums are formed in f64, which holds them exactly, and rounded by our own
 //! conversion: going through f32 would round a fused multiply-add twice.
+//! PTX takes no immediates here.
 //! Source: PTX ISA, "Half Precision Floating Point Instructions".
 
 use super::{isa, ptx};
-use crate::asm::reg::{In, Out};
+use crate::asm::reg::{Out, Use};
 use crate::asm::types::B32;
 use crate::layout::f16_from_f64;
 
@@ -15,16 +16,16 @@ isa! {
     Half;
 
     /// Adds fp16 pairs.
-    add_f16x2 = AddF16x2 { d: Out<B32>, a: In<B32>, b: In<B32> }
+    add_f16x2 = AddF16x2 { d: Out<B32>, a: Use<B32>, b: Use<B32> }
         "add.f16x2 {d}, {a}, {b};", ptx(7, 0, 70), Lane, Pure, |m, l, i| { let a = m.get(l, i.a)?; let b = m.get(l, i.b)?; m.set(l, i.d, pairwise(a, b, 0, |a, b, _| a + b)); }
     /// Subtracts fp16 pairs.
-    sub_f16x2 = SubF16x2 { d: Out<B32>, a: In<B32>, b: In<B32> }
+    sub_f16x2 = SubF16x2 { d: Out<B32>, a: Use<B32>, b: Use<B32> }
         "sub.f16x2 {d}, {a}, {b};", ptx(7, 0, 70), Lane, Pure, |m, l, i| { let a = m.get(l, i.a)?; let b = m.get(l, i.b)?; m.set(l, i.d, pairwise(a, b, 0, |a, b, _| a - b)); }
     /// Multiplies fp16 pairs.
-    mul_f16x2 = MulF16x2 { d: Out<B32>, a: In<B32>, b: In<B32> }
+    mul_f16x2 = MulF16x2 { d: Out<B32>, a: Use<B32>, b: Use<B32> }
         "mul.f16x2 {d}, {a}, {b};", ptx(7, 0, 70), Lane, Pure, |m, l, i| { let a = m.get(l, i.a)?; let b = m.get(l, i.b)?; m.set(l, i.d, pairwise(a, b, 0, |a, b, _| a * b)); }
     /// Multiplies and adds fp16 pairs with one rounding.
-    fma_rn_f16x2 = FmaRnF16x2 { d: Out<B32>, a: In<B32>, b: In<B32>, c: In<B32> }
+    fma_rn_f16x2 = FmaRnF16x2 { d: Out<B32>, a: Use<B32>, b: Use<B32>, c: Use<B32> }
         "fma.rn.f16x2 {d}, {a}, {b}, {c};", ptx(7, 0, 70), Lane, Pure, |m, l, i| { let a = m.get(l, i.a)?; let b = m.get(l, i.b)?; let c = m.get(l, i.c)?; m.set(l, i.d, pairwise(a, b, c, |a, b, c| a * b + c)); }
 }
 

@@ -19,6 +19,9 @@ isa! {
     /// Loads 32 bits from global memory.
     ld_global_b32 = LdGlobalB32 { d: Out<B32>, a: GlobalAddr }
         "ld.global.b32 {d}, {a};", ptx(7, 0, 70), Lane, LoadGlobal(4), |m, l, i| { let [v] = load_global::<_, 4, 1>(m, l, i.a, Order::Weak)?; m.set(l, i.d, v); }
+    /// Loads 8 bytes from global memory.
+    ld_global_v2_b32 = LdGlobalV2B32 { d: Vector<Out<B32>, 2>, a: GlobalAddr }
+        "ld.global.v2.b32 {d}, {a};", ptx(7, 0, 70), Lane, LoadGlobal(8), |m, l, i| { let v = load_global::<_, 8, 2>(m, l, i.a, Order::Weak)?; for (d, v) in i.d.0.into_iter().zip(v) { m.set(l, d, v); } }
     /// Loads 16 bytes from global memory.
     ld_global_v4_b32 = LdGlobalV4B32 { d: Vector<Out<B32>, 4>, a: GlobalAddr }
         "ld.global.v4.b32 {d}, {a};", ptx(7, 0, 70), Lane, LoadGlobal(16), |m, l, i| { let v = load_global::<_, 16, 4>(m, l, i.a, Order::Weak)?; for (d, v) in i.d.0.into_iter().zip(v) { m.set(l, d, v); } }

@@ -155,8 +155,9 @@ pub trait Machine {
     fn fence(&mut self, lane: u32, order: Order) -> Result<(), Self::Stop>;
     /// The warp arrives at CTA barrier `id` and waits until `threads` threads (all if `None`) have.
     fn barrier(&mut self, id: u32, threads: Option<u32>) -> Result<(), Self::Stop>;
-    /// The lanes of `members` meet; the memory accesses before are ordered before those after.
-    fn warp_barrier(&mut self, members: u32) -> Result<(), Self::Stop>;
+    /// The lane waits for the lanes of `members`; their memory accesses before the meeting are ordered
+    /// before those after.
+    fn warp_barrier(&mut self, lane: u32, members: u32) -> Result<(), Self::Stop>;
     /// The lane continues at a label.
     fn jump(&mut self, lane: u32, label: Label) -> Result<(), Self::Stop>;
     /// The lane ends.

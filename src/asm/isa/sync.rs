@@ -25,7 +25,7 @@ isa! {
         }
     /// The lanes of a mask meet.
     bar_warp_sync = BarWarpSync { members: In<B32> }
-        "bar.warp.sync {members};", ptx(7, 0, 70), Lane, Sync, |m, l, i| { let members = m.get(l, i.members)?; m.warp_barrier(members)?; }
+        "bar.warp.sync {members};", ptx(7, 0, 70), Lane, Sync, |m, l, i| { let members = m.get(l, i.members)?; m.warp_barrier(l, members)?; }
     /// Each lane receives `a` of lane `b`.
     shfl_sync_idx_b32 = ShflSyncIdxB32 { d: Out<B32>, a: Use<B32>, b: In<B32> }
         "shfl.sync.idx.b32 {d}, {a}, {b}, 31, 0xffffffff;", ptx(7, 0, 70), Warp, Pure, |m, i| {

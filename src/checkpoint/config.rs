@@ -1,0 +1,143 @@
+//! The quantisation configuration of a checkpoint.
+//!
+//! Found as `quantization_config` in `config.json`, or as the file `quantize_config.json` of older
+//! tools; the first wins. Only what a convention must decide on is read, and what cannot be
+//! honoured is refused by the conventions, never ignored. Absent fields stay absent: a default is
+//! the convention's business.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::Error;
+
+const MODEL_CONFIG: &str = "config.json";
+const QUANT_CONFIG: &str = "quantize_config.json";
+
+/// The fields that conventions decide on.
+#[derive(Clone, Debug)]
+pub struct QuantConfig {
+    /// The file that it came from.
+    pub path: PathBuf,
+    /// `quant_method`, lower case; "gptq" for a `quantize_config.json` that has none.
+    pub method: String,
+    /// The whole object, for fields that only one convention knows.
+    fields: Value,
+}
+
+impl QuantConfig {
+    /// The configuration that belongs to the checkpoint in `directory`.
+    ///
+    /// # Errors
+    /// [`Error::NotQuantised`] when there is none, [`Error::Config`] and [`Error::Io`] for a file
+    /// that cannot be read as one.
+    pub fn read(directory: &Path) -> Result<Self, Error> {
+        let path = directory.join(MODEL_CONFIG);
+        let model = read_json(&path)?.unwrap_or_default();
+        if let Some(fields) = model.get("quantization_config").filter(|fields| !fields.is_null()) {
+            return Self::new(path, fields.clone(), None);
+        }
+        let path = directory.join(QUANT_CONFIG);
+        match read_json(&path)? {
+            Some(fields) => Self::new(path, fields, Some("gptq")),
+            None => Err(Error::NotQuantised { directory: directory.to_owned() }),
+        }
+    }
+
+    fn new(path: PathBuf, fields: Value, default_method: Option<&str>) -> Result<Self, Error> {
+        if !fields.is_object() {
+            let reason = format!("the quantisation configuration is {fields}, not an object");
+            return Err(Error::Config { path, reason });
+        }
+        let mut config = Self { path, method: String::new(), fields };
+        config.method = match (config.text("quant_method")?, default_method) {
+            (Some(method), _) => method,
+            (None, Some(method)) => method.to_owned(),
+            (None, None) => {
+                let reason = "the quantisation configuration has no quant_method".to_owned();
+                return Err(Error::Config { path: config.path, reason });
+            }
+        };
+        Ok(config)
+    }
+
+    /// A field that is not there or null is None.
+    fn field(&self, name: &str) -> Option<&Value> {
+        self.fields.get(name).filter(|value| !value.is_null())
+    }
+
+    fn wrong(&self, name: &str, wanted: &str) -> Error {
+        let found = self.field(name).map_or_else(String::new, Value::to_string);
+        let reason = format!("{name} is {found}, expected {wanted}");
+        Error::Config { path: self.path.clone(), reason }
+    }
+
+    /// A text field in lower case.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is something else.
+    pub fn text(&self, name: &str) -> Result<Option<String>, Error> {
+        let read = |value: &Value| value.as_str().map(str::to_lowercase);
+        self.field(name).map(|v| read(v).ok_or_else(|| self.wrong(name, "a text"))).transpose()
+    }
+
+    /// An integer field.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is something else.
+    pub fn integer(&self, name: &str) -> Result<Option<i64>, Error> {
+        let read = |value: &Value| value.as_i64().ok_or_else(|| self.wrong(name, "an integer"));
+        self.field(name).map(read).transpose()
+    }
+
+    /// A true or false field.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is something else.
+    pub fn flag(&self, name: &str) -> Result<Option<bool>, Error> {
+        let read = |value: &Value| value.as_bool().ok_or_else(|| self.wrong(name, "true or false"));
+        self.field(name).map(read).transpose()
+    }
+
+    /// Whether a field is there and neither null, nor an empty list or object.
+    pub fn is_set(&self, name: &str) -> bool {
+        self.field(name).is_some_and(|value| match value {
+            Value::Object(map) => !map.is_empty(),
+            Value::Array(list) => !list.is_empty(),
+            _ => true,
+        })
+    }
+
+    /// The refusal of this configuration for `found`, under `rule`.
+    pub fn unsupported(&self, found: String, rule: &'static str) -> Error {
+        Error::Unsupported { path: self.path.clone(), found, rule }
+    }
+
+    /// The file format that the configuration names (`checkpoint_format`, or `format` in its
+    /// absence).
+    ///
+    /// # Errors
+    /// [`Error::Config`] when the two fields contradict each other.
+    pub fn checkpoint_format(&self) -> Result<Option<String>, Error> {
+        let (new, old) = (self.text("checkpoint_format")?, self.text("format")?);
+        if let (Some(new), Some(old)) = (&new, &old)
+            && new != old
+        {
+            let reason = format!("checkpoint_format is {new} but format is {old}");
+            return Err(Error::Config { path: self.path.clone(), reason });
+        }
+        Ok(new.or(old))
+    }
+}
+
+/// The JSON of a file; none if there is no such file.
+fn read_json(path: &Path) -> Result<Option<Value>, Error> {
+    let text = match std::fs::read(path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(source) => return Err(Error::Io { action: "read", path: path.to_owned(), source }),
+    };
+    serde_json::from_slice(&text)
+        .map(Some)
+        .map_err(|error| Error::Config { path: path.to_owned(), reason: error.to_string() })
+}

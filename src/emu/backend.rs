@@ -1,0 +1,288 @@
+//! `EmuBackend`: the emulator behind the calls that a GPU answers to.
+
+use std::any::Any;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use super::grid::{self, Options};
+use super::memory::{Memory, MemoryError};
+use super::program::Program;
+use super::report::{Fault, LaunchReport};
+use crate::asm::Module;
+use crate::backend::{Arg, Backend, DevicePtr, Error, Kernel, Stream};
+use crate::target::{DeviceSpec, PtxIsa, SmArch};
+
+/// Why a module was not loaded or a launch refused.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum EmuError {
+    /// The kernel did something wrong, or the emulator could not go on.
+    #[error(transparent)]
+    Fault(#[from] Box<Fault>),
+    /// Device memory was addressed wrongly by the host.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// The module is for another target.
+    #[error("{module} is written for {target}, the device is {device}; build it for the device")]
+    Target {
+        /// The entry's name.
+        module: String,
+        /// What the module is for.
+        target: SmArch,
+        /// What the device is.
+        device: SmArch,
+    },
+    /// The module asks for more than the device has.
+    #[error(
+        "{module} wants {asked} {what}, the device has {limit}; choose a smaller configuration"
+    )]
+    TooLarge {
+        /// The entry's name.
+        module: String,
+        /// Of what.
+        what: &'static str,
+        /// How many.
+        asked: u32,
+        /// How many there are.
+        limit: u32,
+    },
+    /// The arguments are not those of the entry.
+    #[error("{module} takes {expected}, given {given}; pass its parameters in order")]
+    Arguments {
+        /// The entry's name.
+        module: String,
+        /// The parameters.
+        expected: String,
+        /// The arguments.
+        given: String,
+    },
+    /// The grid is empty or beyond what is launched.
+    #[error("{module} launched with a grid of ({x}, {y}); each must be 1 to 65535")]
+    Grid {
+        /// The entry's name.
+        module: String,
+        /// CTAs in x.
+        x: u32,
+        /// CTAs in y.
+        y: u32,
+    },
+    /// The kernel was loaded by another backend.
+    #[error("kernel {0} was not loaded by an emulator; load its module here")]
+    ForeignKernel(String),
+}
+
+/// A kernel that the emulator has loaded.
+#[derive(Debug)]
+pub struct EmuKernel {
+    program: Program,
+}
+
+impl EmuKernel {
+    /// Decodes a module without asking whether a device could run it.
+    pub fn new(module: &Module) -> Self {
+        Self { program: Program::new(module) }
+    }
+
+    /// Runs a grid.
+    ///
+    /// # Errors
+    /// A fault, or arguments that are not the entry's.
+    pub fn run(
+        &self,
+        grid: [u32; 2],
+        args: &[Arg],
+        memory: &mut Memory,
+        options: &Options,
+    ) -> Result<LaunchReport, EmuError> {
+        let module = || self.program.name.clone();
+        if grid.iter().any(|size| !(1..=65535).contains(size)) {
+            return Err(EmuError::Grid { module: module(), x: grid[0], y: grid[1] });
+        }
+        let values: Option<Vec<u64>> = (self.program.params.len() == args.len())
+            .then(|| {
+                self.program.params.iter().zip(args).map(|(param, arg)| match (param.bytes, arg) {
+                    (4, Arg::U32(value)) => Some(u64::from(*value)),
+                    (8, Arg::U64(value)) => Some(*value),
+                    _ => None,
+                })
+            })
+            .and_then(Iterator::collect);
+        let Some(values) = values else {
+            let expected = self.program.params.iter().map(|param| match param.bytes {
+                4 => format!("{}: u32", param.name),
+                _ => format!("{}: u64", param.name),
+            });
+            let given = args.iter().map(|arg| match arg {
+                Arg::U32(_) => "u32",
+                Arg::U64(_) => "u64",
+            });
+            return Err(EmuError::Arguments {
+                module: module(),
+                expected: format!("({})", expected.collect::<Vec<_>>().join(", ")),
+                given: format!("({})", given.collect::<Vec<_>>().join(", ")),
+            });
+        };
+        Ok(grid::run(&self.program, grid, &values, memory, options)?)
+    }
+}
+
+impl Kernel for EmuKernel {
+    fn name(&self) -> &str {
+        &self.program.name
+    }
+
+    fn num_regs(&self) -> Option<u32> {
+        None
+    }
+
+    fn local_bytes(&self) -> Option<u32> {
+        None
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// Runs a module's grid once on `memory`.
+///
+/// # Errors
+/// A fault, or arguments that are not the entry's.
+pub fn run(
+    module: &Module,
+    grid: [u32; 2],
+    args: &[Arg],
+    memory: &mut Memory,
+    options: &Options,
+) -> Result<LaunchReport, EmuError> {
+    EmuKernel::new(module).run(grid, args, memory, options)
+}
+
+/// The emulator as a device.
+#[derive(Debug)]
+pub struct EmuBackend {
+    device: DeviceSpec,
+    options: Options,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    memory: Memory,
+    report: Option<LaunchReport>,
+}
+
+impl EmuBackend {
+    /// An emulator that claims to be `device`.
+    pub fn new(device: DeviceSpec) -> Self {
+        Self { device, options: Options::default(), state: Mutex::default() }
+    }
+
+    /// An Ampere card, with an A100's shared memory, cut down to `num_sms`.
+    pub fn like_sm80(num_sms: u32) -> Self {
+        Self::like(80, num_sms)
+    }
+
+    /// A Hopper card, with an H200's shared memory, cut down to `num_sms`.
+    pub fn h200_like(num_sms: u32) -> Self {
+        Self::like(90, num_sms)
+    }
+
+    fn like(sm: u16, num_sms: u32) -> Self {
+        let arch = SmArch::baseline(sm);
+        let spec = arch.spec().expect("the architectures of the presets are in the table");
+        Self::new(DeviceSpec {
+            name: format!("emulated {arch}, {num_sms} SMs"),
+            arch,
+            isa: PtxIsa::of_driver(i32::MAX).expect("the table of drivers is not empty"),
+            num_sms,
+            l2_bytes: 40 << 20,
+            smem_per_cta_bytes: spec.smem_per_cta_bytes,
+        })
+    }
+
+    /// The same with other options.
+    pub fn with_options(self, options: Options) -> Self {
+        Self { options, ..self }
+    }
+
+    /// The figures of the last launch that finished.
+    pub fn last_report(&self) -> Option<LaunchReport> {
+        self.state().report.clone()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // A panic elsewhere while the lock was held leaves plain data behind.
+        self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    fn check(&self, module: &Module) -> Result<(), EmuError> {
+        let entry = &module.entry;
+        let (name, target, device) = (|| entry.name.clone(), module.target, self.device.arch);
+        let runs = if target.specific { target.sm == device.sm } else { target.sm <= device.sm };
+        if !runs {
+            return Err(EmuError::Target { module: name(), target, device });
+        }
+        let too_large =
+            |what, asked, limit| EmuError::TooLarge { module: name(), what, asked, limit };
+        if !(1..=1024).contains(&entry.threads) {
+            return Err(too_large("threads per CTA", entry.threads, 1024));
+        }
+        let (smem, limit) = (entry.smem.bytes(), self.device.smem_per_cta_bytes);
+        if smem > limit {
+            return Err(too_large("bytes of shared memory", smem, limit));
+        }
+        Ok(())
+    }
+}
+
+impl Backend for EmuBackend {
+    fn device(&self) -> &DeviceSpec {
+        &self.device
+    }
+
+    fn alloc(&self, bytes: u64) -> Result<DevicePtr, Error> {
+        let ptr = self.state().memory.alloc(bytes);
+        ptr.map(DevicePtr).map_err(|e| Error::new("cannot allocate device memory", e))
+    }
+
+    fn free(&self, ptr: DevicePtr) -> Result<(), Error> {
+        let freed = self.state().memory.free(ptr.0);
+        freed.map_err(|e| Error::new("cannot free device memory", e))
+    }
+
+    fn upload(&self, ptr: DevicePtr, bytes: &[u8]) -> Result<(), Error> {
+        let done = self.state().memory.upload(ptr.0, bytes);
+        done.map_err(|e| Error::new("cannot upload", e))
+    }
+
+    fn download(&self, ptr: DevicePtr, bytes: &mut [u8]) -> Result<(), Error> {
+        let done = self.state().memory.download(ptr.0, bytes);
+        done.map_err(|e| Error::new("cannot download", e))
+    }
+
+    fn load(&self, module: &Module) -> Result<Arc<dyn Kernel>, Error> {
+        let what = || format!("cannot load {}", module.entry.name);
+        self.check(module).map_err(|e| Error::new(what(), e))?;
+        Ok(Arc::new(EmuKernel::new(module)))
+    }
+
+    fn launch(
+        &self,
+        kernel: &dyn Kernel,
+        grid: [u32; 2],
+        args: &[Arg],
+        _stream: Stream,
+    ) -> Result<(), Error> {
+        let failed = |e: EmuError| Error::new(format!("cannot run {}", kernel.name()), e);
+        let foreign = || failed(EmuError::ForeignKernel(kernel.name().to_owned()));
+        let ours = kernel.as_any().downcast_ref::<EmuKernel>().ok_or_else(foreign)?;
+        let mut state = self.state();
+        let report = ours.run(grid, args, &mut state.memory, &self.options).map_err(failed)?;
+        state.report = Some(report);
+        Ok(())
+    }
+
+    fn synchronize(&self, _stream: Stream) -> Result<(), Error> {
+        Ok(())
+    }
+}

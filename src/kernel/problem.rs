@@ -1,0 +1,242 @@
+//! What is to be computed and how: plain values, each printable, none with behaviour of its own.
+//!
+//! `C[m][n] = A[m][k] * W[k][n]`, A and C fp16 row-major, W quantised and packed. A [`Problem`] is the
+//! layer and the batch; a [`Config`] is one kernel; a [`Plan`] is one launch of it. A configuration has
+//! one name, used for the PTX entry, the golden file, the cache entry and the bench row; it parses back.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::weights::{Group, WeightFormat, format_by_name};
+
+/// A matrix product to run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Problem {
+    /// Rows of A and C, the batch. May be 0.
+    pub m: u64,
+    /// Columns of C, outputs of the layer.
+    pub n: u32,
+    /// Columns of A, inputs of the layer.
+    pub k: u32,
+    /// How inputs share scales.
+    pub group: Group,
+    /// How rows of A and C can be accessed.
+    pub rows: Rows,
+}
+
+/// How rows of A and C can be accessed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Rows {
+    /// A by 16 bytes, C by 8, and K is a multiple of 128: every run is whole.
+    Whole,
+    /// A by 16 bytes, C by 8: addresses, strides, K (8 elements) and N (4 elements) allow it.
+    Vector,
+    /// Element by element: any address that is a multiple of 2, any K, N and stride.
+    Element,
+}
+
+/// Where the group scale is applied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Scaling {
+    /// In single precision, once per group, on the group's partial sums.
+    Promote,
+    /// In half precision, on the weight fragments. Costs fewer instructions when the tile is tall.
+    Fragment,
+}
+
+/// How CTAs that share a tile add up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Reduction {
+    /// Partial sums in single precision through scratch memory, added in a fixed order by the CTA that
+    /// began the tile. Bit-reproducible.
+    F32,
+    /// The paper's: one CTA after the other adds to the fp16 output. Needs no scratch memory and
+    /// rounds once per hop.
+    F16InPlace,
+}
+
+/// One kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Config {
+    /// The kernel family that builds it.
+    pub family: &'static str,
+    /// The weight type's name.
+    pub format: &'static str,
+    /// How inputs share scales.
+    pub group: Group,
+    /// Rows of C that a CTA computes: a multiple of 8.
+    pub tile_m: u32,
+    /// Columns of C that a CTA computes: `16 * tiles_per_warp * warps_n`.
+    pub tile_n: u32,
+    /// Warps side by side along n: a team. They share activations.
+    pub warps_n: u32,
+    /// Teams: each takes every `warps_k`-th run of 128 inputs.
+    pub warps_k: u32,
+    /// Runs of 128 inputs in a team's ring.
+    pub stages: u32,
+    /// CTAs that share an SM.
+    pub ctas_per_sm: u32,
+    /// Where the group scale is applied.
+    pub scaling: Scaling,
+    /// How CTAs that share a tile add up.
+    pub reduction: Reduction,
+    /// How rows of A and C are accessed.
+    pub rows: Rows,
+    /// Weights are loaded under an evict-first L2 policy. Off by default: see DESIGN.md.
+    pub evict_first: bool,
+}
+
+impl Config {
+    /// Tiles of 16 channels that one warp owns.
+    pub fn tiles_per_warp(&self) -> u32 {
+        self.tile_n / 16 / self.warps_n
+    }
+
+    /// Warps of a CTA.
+    pub fn num_warps(&self) -> u32 {
+        self.warps_n * self.warps_k
+    }
+
+    /// Threads of a CTA.
+    pub fn num_threads(&self) -> u32 {
+        32 * self.num_warps()
+    }
+
+    /// The weight type.
+    pub fn weight_format(&self) -> &'static dyn WeightFormat {
+        format_by_name(self.format).expect("a configuration names a registered format")
+    }
+}
+
+impl fmt::Display for Config {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "marlin_{}_{}_f16_m{}n{}k{}_",
+            self.family,
+            self.format,
+            self.tile_m,
+            self.tile_n,
+            128 * self.warps_k
+        )?;
+        match self.group {
+            Group::PerColumn => write!(f, "col")?,
+            Group::Size(size) => write!(f, "g{size}")?,
+        }
+        write!(f, "_w{}_s{}_c{}", self.warps_n, self.stages, self.ctas_per_sm)?;
+        if self.scaling == Scaling::Fragment {
+            write!(f, "_fs")?;
+        }
+        if self.reduction == Reduction::F16InPlace {
+            write!(f, "_r16")?;
+        }
+        match self.rows {
+            Rows::Whole => {}
+            Rows::Vector => write!(f, "_kt")?,
+            Rows::Element => write!(f, "_el")?,
+        }
+        if self.evict_first {
+            write!(f, "_ef")?;
+        }
+        Ok(())
+    }
+}
+
+/// The text is no configuration's name.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("`{name}` is no configuration's name: {why}; a name looks like {EXAMPLE}")]
+pub struct ParseConfigError {
+    name: String,
+    why: &'static str,
+}
+
+const EXAMPLE: &str = "marlin_sm80_u4b8_f16_m16n64k1024_g128_w1_s3_c2";
+
+impl FromStr for Config {
+    type Err = ParseConfigError;
+
+    fn from_str(name: &str) -> Result<Self, Self::Err> {
+        let error = |why| ParseConfigError { name: name.to_owned(), why };
+        let mut fields = name.split('_');
+        let mut next = |why| fields.next().ok_or(error(why));
+        if next("it is empty")? != "marlin" {
+            return Err(error("it does not start with marlin"));
+        }
+        let family = next("the family is missing")?;
+        let family = super::FAMILIES.iter().find(|known| known.name() == family);
+        let family = family.ok_or(error("the family is unknown"))?.name();
+        let format = format_by_name(next("the weight type is missing")?);
+        let format = format.ok_or(error("the weight type is unknown"))?.name();
+        if next("the activation type is missing")? != "f16" {
+            return Err(error("the activation type is unknown"));
+        }
+        let tile = next("the tile is missing")?;
+        let sizes = tile.strip_prefix('m').and_then(|sizes| {
+            let (m, rest) = sizes.split_once('n')?;
+            let (n, k) = rest.split_once('k')?;
+            Some((m.parse().ok()?, n.parse().ok()?, k.parse::<u32>().ok()?))
+        });
+        let (tile_m, tile_n, tile_k) = sizes.ok_or(error("the tile is not like m16n64k1024"))?;
+        let group = match next("the group is missing")? {
+            "col" => Group::PerColumn,
+            size => {
+                let size = size.strip_prefix('g').and_then(|size| size.parse().ok());
+                Group::Size(size.ok_or(error("the group is neither col nor like g128"))?)
+            }
+        };
+        let mut number = |prefix: char, why| {
+            let digits = next(why)?.strip_prefix(prefix).ok_or(error(why))?;
+            digits.parse::<u32>().map_err(|_| error(why))
+        };
+        let warps_n = number('w', "the team size (w) is missing")?;
+        let stages = number('s', "the number of stages (s) is missing")?;
+        let ctas_per_sm = number('c', "the number of CTAs per SM (c) is missing")?;
+        let mut config = Config {
+            family,
+            format,
+            group,
+            tile_m,
+            tile_n,
+            warps_n,
+            warps_k: tile_k / 128,
+            stages,
+            ctas_per_sm,
+            scaling: Scaling::Promote,
+            reduction: Reduction::F32,
+            rows: Rows::Whole,
+            evict_first: false,
+        };
+        for flag in fields {
+            match flag {
+                "fs" => config.scaling = Scaling::Fragment,
+                "r16" => config.reduction = Reduction::F16InPlace,
+                "kt" => config.rows = Rows::Vector,
+                "el" => config.rows = Rows::Element,
+                "ef" => config.evict_first = true,
+                _ => return Err(error("a flag is none of fs, r16, kt, el, ef")),
+            }
+        }
+        // One spelling per configuration.
+        if config.to_string() != name {
+            return Err(error("its fields are not in canonical form"));
+        }
+        Ok(config)
+    }
+}
+
+/// One launch of a configuration for rows `first_row ..` of a problem.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Plan {
+    /// CTAs: stripes (x) and row tiles (y).
+    pub grid: [u32; 2],
+    /// Runs of 128 inputs per stripe.
+    pub stripe: u32,
+    /// Bytes of scratch memory for partial sums.
+    pub scratch_bytes: u64,
+    /// Lock words, zero before and after each launch.
+    pub num_locks: u64,
+    /// First row of A and C.
+    pub first_row: u64,
+    /// Number of rows.
+    pub num_rows: u32,
+}

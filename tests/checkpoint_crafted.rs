@@ -1,0 +1,381 @@
+//! Crafted checkpoints: every kind of wrong content is refused or reported by name.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use half::f16;
+use makaira::checkpoint::{Checkpoint, Dtype, Error, Finding, ScaleFault};
+use makaira::weights::{self, Codes, Group, PackedWeights, QuantMatrix, ScaleOrder, Scales, U4B8};
+use safetensors::tensor::TensorView;
+use serde_json::{Value, json};
+
+fn packed(checkpoint: &Checkpoint, name: &str) -> PackedWeights {
+    let matrix = checkpoint.layer(name).expect("a legal layer");
+    PackedWeights::pack(&matrix, weights::default_threads()).expect("4-bit codes")
+}
+
+type Parts = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
+/// A layer "l" of random codes in GPTQ's tensors, with every stored zero `zero`.
+fn gptq_layer(n: usize, k: usize, groups: usize, zero: u8) -> Parts {
+    let mut state = 0x9e37_79b9u32 ^ (n * k) as u32;
+    let mut next = move || {
+        state = state.wrapping_mul(1664525).wrapping_add(1013904223);
+        state ^ state >> 15
+    };
+    let qweight: Vec<u8> = (0..k / 8 * n).flat_map(|_| next().to_le_bytes()).collect();
+    let scales: Vec<u8> = (0..groups * n)
+        .flat_map(|_| f16::from_f32(0.001 + (next() >> 8) as f32 * 1e-9).to_le_bytes())
+        .collect();
+    let zero_words = groups * n.div_ceil(8);
+    let g_idx: Vec<u8> = (0..k).flat_map(|row| ((row * groups / k) as i32).to_le_bytes()).collect();
+    BTreeMap::from([
+        ("l.qweight".to_owned(), (Dtype::I32, vec![k / 8, n], qweight)),
+        ("l.scales".to_owned(), (Dtype::F16, vec![groups, n], scales)),
+        (
+            "l.qzeros".to_owned(),
+            (Dtype::I32, vec![groups, n.div_ceil(8)], vec![zero * 0x11; 4 * zero_words]),
+        ),
+        ("l.g_idx".to_owned(), (Dtype::I32, vec![k], g_idx)),
+    ])
+}
+
+/// The layer of [`gptq_layer`], in Marlin's tensors.
+fn marlin_layer(gptq: &Parts, n: usize, k: usize, group: Group) -> Parts {
+    let scales = Scales { bytes: &gptq["l.scales"].2, order: ScaleOrder::Rows };
+    let codes = Codes::GptqWords(&gptq["l.qweight"].2);
+    let matrix = QuantMatrix::new(n, k, group, &U4B8, codes, scales).expect("legal");
+    let marlin = PackedWeights::pack(&matrix, 1).expect("packs").to_marlin().expect("multiples");
+    let (b, s) = (bytemuck::cast_slice(&marlin.b), bytemuck::cast_slice(&marlin.s));
+    let groups = group.num_groups(k);
+    BTreeMap::from([
+        ("l.B".to_owned(), (Dtype::I32, vec![k / 16, 2 * n], b.to_vec())),
+        ("l.s".to_owned(), (Dtype::F16, vec![groups, n], s.to_vec())),
+    ])
+}
+
+fn gptq_config(group_size: i64) -> Value {
+    json!({ "quant_method": "gptq", "bits": 4, "group_size": group_size, "desc_act": false,
+            "sym": true, "checkpoint_format": "gptq" })
+}
+
+struct Folder(tempfile::TempDir);
+
+impl Folder {
+    fn new(parts: &Parts, config: &Value) -> Self {
+        let folder = Self(tempfile::tempdir().expect("a temporary directory"));
+        let views = parts.iter().map(|(name, (dtype, shape, data))| {
+            (name, TensorView::new(*dtype, shape.clone(), data).expect("sizes agree"))
+        });
+        let bytes = safetensors::serialize(views, None).expect("fits");
+        std::fs::write(folder.file("model.safetensors"), bytes).expect("written");
+        let config = json!({ "quantization_config": config }).to_string();
+        std::fs::write(folder.file("config.json"), config).expect("written");
+        folder
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn open(&self) -> Result<Checkpoint, Error> {
+        Checkpoint::open(self.0.path())
+    }
+}
+
+/// Opens the checkpoint and its layer, whichever refuses first.
+fn load(parts: &Parts, config: &Value) -> Result<PackedWeights, Error> {
+    let folder = Folder::new(parts, config);
+    let checkpoint = folder.open()?;
+    let matrix = checkpoint.layer("l")?;
+    Ok(PackedWeights::pack(&matrix, 1).expect("4-bit codes"))
+}
+
+#[test]
+fn b24_symmetric_zeros_read_the_same_under_either_label() {
+    let mut decoded = Vec::new();
+    for (label, zero) in [("gptq", 7), ("gptq", 8), ("gptq_v2", 7), ("gptq_v2", 8)] {
+        let mut config = gptq_config(128);
+        config["checkpoint_format"] = label.into();
+        let folder = Folder::new(&gptq_layer(64, 256, 2, zero), &config);
+        let checkpoint = folder.open().expect("legal");
+        let findings = checkpoint.inspect("l").expect("legal");
+        if (label, zero) == ("gptq", 7) || (label, zero) == ("gptq_v2", 8) {
+            assert_eq!(findings, [], "{label} {zero}");
+        } else {
+            let tensor = "l.qzeros".to_owned();
+            assert_eq!(findings, [Finding::ZeroLabel { tensor, label, found: zero }]);
+        }
+        decoded.push(packed(&checkpoint, "l").dequantize());
+    }
+    assert!(decoded.windows(2).all(|pair| pair[0] == pair[1]));
+}
+
+#[test]
+fn b28_asymmetric_layers_are_never_read_as_symmetric() {
+    let mut config = gptq_config(128);
+    config["sym"] = false.into();
+    let error = load(&gptq_layer(64, 256, 2, 5), &config).expect_err("asymmetric by its label");
+    assert!(error.to_string().contains("sym false"), "{error}");
+
+    for sym in [Value::Bool(true), Value::Null] {
+        let mut config = gptq_config(128);
+        config["sym"] = sym;
+        let error = load(&gptq_layer(64, 256, 2, 5), &config).expect_err("asymmetric by content");
+        let Error::Zeros { found: 5, expected: 7, group_idx: 0, column: 0, .. } = error else {
+            panic!("{error}")
+        };
+        let mut one_zero = gptq_layer(64, 256, 2, 7);
+        let bytes = &mut one_zero.get_mut("l.qzeros").expect("there").2;
+        bytes[32 + 4 + 1] = 0x37; // group 1, word 1, nibble 3: column 11
+        let error = load(&one_zero, &config).expect_err("one asymmetric zero");
+        let Error::Zeros { found: 3, expected: 7, group_idx: 1, column: 11, .. } = error else {
+            panic!("{error}")
+        };
+    }
+}
+
+#[test]
+fn b31_group_indices_are_checked_before_use() {
+    let (n, k, groups) = (64, 256, 2);
+    for (row, value) in [(3, 2), (255, -1), (0, i32::MAX)] {
+        let mut parts = gptq_layer(n, k, groups, 7);
+        let g_idx = &mut parts.get_mut("l.g_idx").expect("there").2;
+        g_idx[4 * row..4 * row + 4].copy_from_slice(&i32::to_le_bytes(value));
+        let error = load(&parts, &gptq_config(128)).expect_err("out of range");
+        let text = error.to_string();
+        assert!(matches!(error, Error::GroupIndex { num_groups: 2, .. }), "{text}");
+        assert!(
+            text.contains(&format!("row {row}")) && text.contains(&value.to_string()),
+            "{text}"
+        );
+    }
+    for length in [k - 1, k + 1] {
+        let mut parts = gptq_layer(n, k, groups, 7);
+        let g_idx = parts.get_mut("l.g_idx").expect("there");
+        (g_idx.1, g_idx.2) = (vec![length], vec![0; 4 * length]);
+        let error = load(&parts, &gptq_config(128)).expect_err("wrong length").to_string();
+        assert!(error.contains("l.g_idx") && error.contains(&length.to_string()), "{error}");
+    }
+    // A permutation in range is activation order, whatever desc_act says.
+    for desc_act in [false, true] {
+        let mut parts = gptq_layer(n, k, groups, 7);
+        let g_idx = &mut parts.get_mut("l.g_idx").expect("there").2;
+        (g_idx[4 * 5], g_idx[4 * 200]) = (1, 0);
+        let mut config = gptq_config(128);
+        config["desc_act"] = desc_act.into();
+        let error = load(&parts, &config).expect_err("permuted");
+        assert!(matches!(error, Error::ActOrder { row: 5, found: 1, expected: 0, .. }), "{error}");
+    }
+    let mut parts = gptq_layer(n, k, groups, 7);
+    let mut config = gptq_config(128);
+    config["desc_act"] = true.into();
+    let plain = load(&parts, &config).expect("desc_act with plain indices is plain order");
+    parts.remove("l.g_idx");
+    let absent = load(&parts, &gptq_config(128)).expect("plain order needs no indices");
+    assert_eq!(plain.bytes(), absent.bytes());
+    let error = load(&parts, &config).expect_err("activation order needs its indices");
+    assert!(matches!(error, Error::MissingTensor { .. }), "{error}");
+}
+
+#[test]
+fn b39_bad_scales_are_listed_with_tensor_and_row() {
+    let mut parts = gptq_layer(64, 256, 2, 7);
+    let scales = &mut parts.get_mut("l.scales").expect("there").2;
+    let mut set = |group_idx: usize, column: usize, bits: u16| {
+        let at = 2 * (64 * group_idx + column);
+        scales[at..at + 2].copy_from_slice(&bits.to_le_bytes());
+    };
+    set(0, 63, 0x0000);
+    set(1, 5, 0x0001);
+    let expected = |list: &[(usize, usize, ScaleFault)]| -> Vec<_> {
+        list.iter().map(|&(g, column, fault)| (g, column, fault)).collect()
+    };
+    let found = |parts: &Parts| -> Vec<_> {
+        let folder = Folder::new(parts, &gptq_config(128));
+        let findings = folder.open().expect("legal headers").inspect("l").expect("legal");
+        findings
+            .into_iter()
+            .map(|finding| match finding {
+                Finding::Scale { tensor, group_idx, column, fault, .. } => {
+                    assert_eq!(tensor, "l.scales");
+                    (group_idx, column, fault)
+                }
+                other => panic!("{other}"),
+            })
+            .collect()
+    };
+    let harmless = [(0, 63, ScaleFault::Zero), (1, 5, ScaleFault::Subnormal)];
+    let snapshot = parts.clone();
+    assert_eq!(found(&snapshot), expected(&harmless));
+    load(&snapshot, &gptq_config(128)).expect("zero and subnormal scales are legal");
+
+    let scales = &mut parts.get_mut("l.scales").expect("there").2;
+    scales[2 * (64 + 7)..2 * (64 + 8)].copy_from_slice(&f16::NAN.to_le_bytes());
+    scales[2 * (64 + 9)..2 * (64 + 10)].copy_from_slice(&f16::NEG_INFINITY.to_le_bytes());
+    let mut all = harmless.to_vec();
+    all.extend([(1, 7, ScaleFault::NotANumber), (1, 9, ScaleFault::Infinite)]);
+    assert_eq!(found(&parts), expected(&all));
+    let error = load(&parts, &gptq_config(128)).expect_err("not finite");
+    let text = error.to_string();
+    assert!(matches!(error, Error::BadScales { group_idx: 1, column: 7, count: 2, .. }), "{text}");
+    assert!(text.contains("l.scales") && text.contains("group 1, column 7"), "{text}");
+}
+
+#[test]
+fn b83_marlin_serialised_layers_are_recognised_by_either_marker() {
+    let (n, k, group) = (256, 256, Group::Size(128));
+    let gptq = gptq_layer(n, k, 2, 7);
+    let marlin = marlin_layer(&gptq, n, k, group);
+    let right = load(&gptq, &gptq_config(128)).expect("legal");
+    let markers = [
+        (json!(true), json!(null)),
+        (json!(null), json!("marlin")),
+        (json!(true), json!("marlin")),
+        (json!(true), json!("gptq")),
+        (json!(false), json!("marlin")),
+    ];
+    for (flag, format) in markers {
+        let mut config = gptq_config(128);
+        (config["is_marlin_format"], config["checkpoint_format"]) = (flag.clone(), format.clone());
+        let folder = Folder::new(&marlin, &config);
+        let checkpoint = folder.open().expect("a marker");
+        assert_eq!(checkpoint.convention(), "marlin");
+        assert_eq!(packed(&checkpoint, "l").bytes(), right.bytes(), "{flag} {format}");
+        let from_gptq = load(&gptq, &config);
+        if format == json!("gptq") || flag == json!(false) {
+            let from_gptq = from_gptq.expect("the tensors decide between contradicting markers");
+            assert_eq!(from_gptq.bytes(), right.bytes());
+        } else {
+            let text = from_gptq.expect_err("the marker is wrong").to_string();
+            assert!(text.contains("qweight") && text.contains("Marlin"), "{text}");
+        }
+    }
+    let error = load(&marlin, &gptq_config(128)).expect_err("no marker").to_string();
+    assert!(error.contains("checkpoint_format"), "{error}");
+    let mut both = gptq;
+    both.extend(marlin);
+    let error = load(&both, &gptq_config(128)).expect_err("ambiguous").to_string();
+    assert!(error.contains("both B and qweight"), "{error}");
+}
+
+#[test]
+fn b85_other_methods_are_refused_by_name() {
+    let parts = gptq_layer(64, 256, 2, 7);
+    for version in ["Marlin", "marlin", "GEMV"] {
+        let config = json!({ "quant_method": "awq", "bits": 4, "group_size": 128,
+                             "zero_point": false, "version": version });
+        let text = load(&parts, &config).expect_err("AWQ").to_string();
+        let version = version.to_lowercase();
+        assert!(text.contains(&format!("quant_method awq, version {version}")), "{text}");
+    }
+    for (field, value) in [
+        ("bits", json!(3)),
+        ("bits", json!(null)),
+        ("bits", json!("4")),
+        ("group_size", json!(null)),
+        ("checkpoint_format", json!("bitblas")),
+        ("pack_dtype", json!("int16")),
+        ("dynamic", json!({ "l": { "bits": 8 } })),
+        ("format", json!("gptq_v2")),
+        ("quant_method", json!(null)),
+    ] {
+        let mut config = gptq_config(128);
+        config[field] = value;
+        let error = load(&parts, &config).expect_err(field);
+        let refused = matches!(error, Error::Unsupported { .. } | Error::Config { .. });
+        assert!(refused && error.to_string().contains(field), "{field}: {error}");
+    }
+}
+
+#[test]
+fn b06_and_b18_group_sizes_are_refused_with_their_numbers() {
+    for rows in [134, 135] {
+        let error = load(&gptq_layer(8, 4304, rows, 7), &gptq_config(32)).expect_err("short group");
+        let Error::Weight { layer, source } = error else { panic!("{error}") };
+        assert_eq!(layer, "l");
+        let text = source.to_string();
+        let rows = format!("{rows} rows");
+        assert!(["4304", "32", &rows].iter().all(|part| text.contains(part)), "{text}");
+    }
+    for raw in [0, 1, 16, 48, 256, -2] {
+        let error = load(&gptq_layer(8, 768, 3, 7), &gptq_config(raw)).expect_err("no such group");
+        let Error::Weight { source, .. } = error else { panic!("{error}") };
+        assert_eq!(source, weights::Error::GroupSize { raw });
+    }
+    let error = load(&gptq_layer(8, 768, 3, 7), &gptq_config(128)).expect_err("3 rows");
+    let Error::Weight { source, .. } = error else { panic!("{error}") };
+    let (k, group) = (768, Group::Size(128));
+    assert_eq!(source, weights::Error::ScaleRows { k, group, expected: 6, found: 3 });
+}
+
+#[test]
+fn b21_minus_one_and_k_load_to_the_same_bits() {
+    for k in [128, 4096] {
+        let parts = gptq_layer(64, k, 1, 7);
+        let per_column = load(&parts, &gptq_config(-1)).expect("legal");
+        let whole_k = load(&parts, &gptq_config(k as i64)).expect("legal");
+        assert_eq!(per_column.bytes(), whole_k.bytes());
+        let marlin = marlin_layer(&parts, 64, k, Group::PerColumn);
+        for raw in [-1, k as i64] {
+            let mut config = gptq_config(raw);
+            config["checkpoint_format"] = "marlin".into();
+            assert_eq!(load(&marlin, &config).expect("legal").bytes(), per_column.bytes());
+        }
+    }
+}
+
+#[test]
+fn b89_tensors_that_nothing_uses_are_reported() {
+    let mut parts = gptq_layer(64, 256, 2, 7);
+    parts.insert("norm.weight".to_owned(), (Dtype::F16, vec![1], vec![0; 2]));
+    parts.insert("l.bias".to_owned(), (Dtype::F16, vec![64], vec![0; 128]));
+    assert_eq!(Folder::new(&parts, &gptq_config(128)).open().expect("legal").findings(), []);
+    for name in ["experts.gate_up_proj_packed", "other.scales"] {
+        parts.insert(name.to_owned(), (Dtype::U8, vec![3], vec![0; 3]));
+    }
+    let checkpoint = Folder::new(&parts, &gptq_config(128));
+    let checkpoint = checkpoint.open().expect("legal");
+    let unused = |tensor: &str| Finding::UnusedTensor { tensor: tensor.to_owned() };
+    let expected = [unused("experts.gate_up_proj_packed"), unused("other.scales")];
+    assert_eq!(checkpoint.findings(), expected);
+    for tensor in ["l.scales", "l.qzeros"] {
+        let mut parts = gptq_layer(64, 256, 2, 7);
+        parts.remove(tensor);
+        let error = load(&parts, &gptq_config(128)).expect_err("incomplete").to_string();
+        assert!(error.contains(tensor) && error.contains("missing"), "{error}");
+    }
+}
+
+#[test]
+fn shapes_and_types_that_disagree_are_named() {
+    let change = |name: &str, dtype, shape: &[usize], bytes: usize| {
+        let mut parts = gptq_layer(64, 256, 2, 7);
+        parts.insert(name.to_owned(), (dtype, shape.to_vec(), vec![0; bytes]));
+        load(&parts, &gptq_config(128)).expect_err(name).to_string()
+    };
+    assert_eq!(
+        change("l.scales", Dtype::BF16, &[2, 64], 256),
+        "tensor l.scales is BF16, expected F16"
+    );
+    assert!(change("l.scales", Dtype::F16, &[2, 63], 252).contains("expected [2, 64]"));
+    assert!(change("l.qzeros", Dtype::I32, &[2, 7], 56).contains("expected [2, 8]"));
+    assert!(change("l.qweight", Dtype::I32, &[32, 8, 8], 8192).contains("two dimensions"));
+    assert!(change("l.qweight", Dtype::I32, &[0, 64], 0).contains("neither of them 0"));
+    assert!(change("l.g_idx", Dtype::I64, &[256], 2048).contains("I64, expected I32"));
+}
+
+#[test]
+fn the_older_configuration_file_is_read_too() {
+    let parts = gptq_layer(64, 256, 2, 7);
+    let right = load(&parts, &gptq_config(128)).expect("legal");
+    let folder = Folder::new(&parts, &Value::Null);
+    assert!(matches!(folder.open(), Err(Error::NotQuantised { .. })));
+    let mut config = gptq_config(128);
+    config.as_object_mut().expect("an object").remove("quant_method");
+    std::fs::write(folder.file("quantize_config.json"), config.to_string()).expect("written");
+    let checkpoint = folder.open().expect("legal");
+    assert_eq!(packed(&checkpoint, "l").bytes(), right.bytes());
+    std::fs::write(folder.file("config.json"), "{").expect("written");
+    assert!(matches!(folder.open(), Err(Error::Config { .. })));
+}
