@@ -79,7 +79,7 @@ impl Stream {
 pub struct Asm {
     items: Vec<Item>,
     params: Vec<Param>,
-    num_regs: [u32; Class::ALL.len()],
+    pub(super) num_regs: [u32; Class::ALL.len()],
     num_labels: u32,
     sections: Vec<String>,
     path: Vec<u32>,

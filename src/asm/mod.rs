@@ -16,6 +16,8 @@ pub mod isa;
 pub mod module;
 pub mod print;
 pub mod reg;
+#[cfg(test)]
+mod test_machine;
 pub mod types;
 pub mod verify;
 pub mod weave;

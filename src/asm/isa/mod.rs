@@ -11,6 +11,7 @@
 
 use std::fmt;
 
+use super::builder::Asm;
 use super::reg::{AnyReg, In, InOut, Label, Out, Param, Place, Region, Role, Use};
 use super::types::{Order, RegClass, Scope, Space, Special};
 use crate::target::{PtxIsa, SmArch};
@@ -22,6 +23,8 @@ pub mod half;
 pub mod mem;
 pub mod sync;
 pub mod tensor;
+#[cfg(test)]
+mod tests;
 
 /// Which targets have an instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -256,6 +259,9 @@ pub struct Row {
     pub access_bytes: u32,
     /// The doc comment.
     pub doc: &'static str,
+    /// An instruction of this row with fresh registers, for tests and listings. Where the row leaves a
+    /// choice, the function decides: it returns a number below its argument.
+    pub example: fn(&mut Asm, &mut dyn FnMut(u32) -> u32) -> Inst,
 }
 
 /// Defines one family of instructions. See the module documentation.
@@ -313,6 +319,10 @@ macro_rules! isa {
                 effect: crate::asm::isa::Effect::$effect,
                 access_bytes: 0 $(+ $bytes)?,
                 doc: concat!($($doc),+),
+                example: |_asm, _pick| {
+                    $(let $field = crate::asm::reg::Example::example(_asm, _pick);)*
+                    $Name { $($field),* }.into()
+                },
             }),*];
 
             /// The row of this instruction.
