@@ -32,19 +32,28 @@ impl Error {
 }
 
 /// An address in a backend's device memory.
+///
+/// It comes from [`Backend::alloc`] or, for memory of the caller's own, from a driver address that the
+/// caller has vouched for (`driver::DevicePtr::from_raw`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct DevicePtr(pub u64);
+pub struct DevicePtr(pub(crate) u64);
 
 impl DevicePtr {
+    /// The address as an integer.
+    pub fn addr(self) -> u64 {
+        self.0
+    }
+
     /// The address `bytes` further on.
     pub fn offset(self, bytes: u64) -> Self {
         DevicePtr(self.0 + bytes)
     }
 }
 
-/// A stream: the driver's handle as an integer, 0 for the default stream.
+/// A stream: the default one, or one of the driver's that the caller has vouched for (by
+/// `driver::StreamRef`). Holds the driver's handle as an integer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Stream(pub usize);
+pub struct Stream(pub(crate) usize);
 
 /// One kernel argument.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -125,14 +125,22 @@ fn b28_asymmetric_layers_are_never_read_as_symmetric() {
         let Error::Zeros { found: 5, expected: 7, group_idx: 0, column: 0, .. } = error else {
             panic!("{error}")
         };
-        let mut one_zero = gptq_layer(64, 256, 2, 7);
-        let bytes = &mut one_zero.get_mut("l.qzeros").expect("there").2;
-        bytes[32 + 4 + 1] = 0x37; // group 1, word 1, nibble 3: column 11
-        let error = load(&one_zero, &config).expect_err("one asymmetric zero");
-        let Error::Zeros { found: 3, expected: 7, group_idx: 1, column: 11, .. } = error else {
-            panic!("{error}")
-        };
+        // One zero differs; a row is 32 bytes of two columns each.
+        for wrong in [0, 1, 11, 15, 63] {
+            let mut one_zero = gptq_layer(64, 256, 2, 7);
+            let bytes = &mut one_zero.get_mut("l.qzeros").expect("there").2;
+            bytes[32 + wrong / 2] = if wrong % 2 == 0 { 0x73 } else { 0x37 };
+            let error = load(&one_zero, &config).expect_err("one asymmetric zero");
+            let Error::Zeros { found: 3, group_idx: 1, column, .. } = error else {
+                panic!("{error}")
+            };
+            assert_eq!(column, wrong);
+        }
     }
+    // Twelve columns fill one and a half words: the other half is padding and may be anything.
+    let mut padded = gptq_layer(12, 256, 2, 7);
+    padded.get_mut("l.qzeros").expect("there").2[6..8].fill(0x31);
+    load(&padded, &gptq_config(128)).expect("only padding differs");
 }
 
 #[test]
@@ -210,6 +218,12 @@ fn b39_bad_scales_are_listed_with_tensor_and_row() {
     assert_eq!(found(&snapshot), expected(&harmless));
     load(&snapshot, &gptq_config(128)).expect("zero and subnormal scales are legal");
 
+    for bad in [f16::NAN, f16::INFINITY, f16::NEG_INFINITY] {
+        let mut parts = snapshot.clone();
+        parts.get_mut("l.scales").expect("there").2[254..].copy_from_slice(&bad.to_le_bytes());
+        let error = load(&parts, &gptq_config(128)).expect_err("not finite");
+        assert!(matches!(error, Error::BadScales { column: 63, count: 1, .. }), "{error}");
+    }
     let scales = &mut parts.get_mut("l.scales").expect("there").2;
     scales[2 * (64 + 7)..2 * (64 + 8)].copy_from_slice(&f16::NAN.to_le_bytes());
     scales[2 * (64 + 9)..2 * (64 + 10)].copy_from_slice(&f16::NEG_INFINITY.to_le_bytes());
@@ -363,6 +377,16 @@ fn shapes_and_types_that_disagree_are_named() {
     assert!(change("l.qweight", Dtype::I32, &[32, 8, 8], 8192).contains("two dimensions"));
     assert!(change("l.qweight", Dtype::I32, &[0, 64], 0).contains("neither of them 0"));
     assert!(change("l.g_idx", Dtype::I64, &[256], 2048).contains("I64, expected I32"));
+
+    let mut config = gptq_config(-1);
+    config["checkpoint_format"] = "marlin".into();
+    let parts = BTreeMap::from([
+        ("l.B".to_owned(), (Dtype::I32, vec![16, 2 * 96], vec![0; 4 * 16 * 2 * 96])),
+        ("l.s".to_owned(), (Dtype::F16, vec![1, 96], vec![0; 192])),
+    ]);
+    // Refused when the checkpoint is opened, before any layer is asked for.
+    let error = Folder::new(&parts, &config).open().expect_err("N = 96").to_string();
+    assert!(error.contains("N a multiple of 64") && error.contains("[16, 192]"), "{error}");
 }
 
 #[test]

@@ -41,6 +41,12 @@ impl<'s> StreamRef<'s> {
         Self { raw: raw.cast(), alive: PhantomData }
     }
 
+    /// A stream for which somebody has already promised what [`StreamRef::from_raw`] asks: it came out of a
+    /// backend, which takes streams only from `StreamRef`s.
+    pub(crate) fn promised(raw: usize) -> Self {
+        Self { raw: std::ptr::with_exposed_provenance_mut(raw), alive: PhantomData }
+    }
+
     /// The raw `CUstream`.
     pub fn as_raw(self) -> *mut c_void {
         self.raw.cast()

@@ -12,10 +12,12 @@
 //! | `MAKAIRA_NO_CACHE` | set to anything but `0`: the store is neither read nor written |
 //! | `CUDA_CACHE_DISABLE` | the driver's own cache, which it looks up when it starts; `1` is off |
 
+mod backend;
 mod key;
 mod loader;
 mod store;
 
+pub use backend::{GpuBackend, GpuError, GpuKernel};
 pub use key::{Key, KeyParts};
 pub use loader::{Error, LoadedFunction, Loader};
 pub use store::{Cleared, EntryInfo, Origin, Store};

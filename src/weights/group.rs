@@ -128,6 +128,7 @@ mod tests {
                 assert!(text.contains("-1") && text.contains("32, 64 or 128"), "{text}");
             }
         }
+        assert_eq!(Group::new(0, 0), Err(Error::GroupSize { raw: 0 }));
         assert_eq!(Group::new(512, 256), Err(Error::GroupSize { raw: 256 }));
         assert_eq!(Group::new(4096, 256), Err(Error::GroupSize { raw: 256 }));
     }

@@ -1,0 +1,209 @@
+//! `GpuBackend`: the GPU behind the calls that the emulator answers to as well.
+//!
+//! Owns the primary context of one device and the loader of compiled modules. A launch packs its arguments
+//! on the stack and enqueues; it neither allocates nor waits. Addresses and streams are trusted, because
+//! the types that carry them are made only from allocations of ours and from driver types whose makers
+//! gave their word.
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use super::{LoadedFunction, Loader};
+use crate::asm::{Module, PrintOptions};
+use crate::backend::{Arg, Backend, DevicePtr, Error, Kernel, Stream};
+use crate::driver::{self, Args, Context, DeviceBuffer, JitOptions, LaunchShape, StreamRef};
+use crate::target::DeviceSpec;
+
+impl From<driver::DevicePtr> for DevicePtr {
+    fn from(ptr: driver::DevicePtr) -> Self {
+        DevicePtr(ptr.as_raw())
+    }
+}
+
+impl From<StreamRef<'_>> for Stream {
+    fn from(stream: StreamRef<'_>) -> Self {
+        Stream(stream.as_raw().expose_provenance())
+    }
+}
+
+/// Why a launch was refused, beyond what the driver says.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum GpuError {
+    /// The kernel was loaded by another backend.
+    #[error("kernel {0} was not loaded by a GPU; load its module here")]
+    ForeignKernel(String),
+    /// The address is not the start of an allocation made here.
+    #[error("{0:#x} is not the start of a live allocation")]
+    NotAllocated(u64),
+}
+
+/// A kernel on the GPU.
+#[derive(Debug)]
+pub struct GpuKernel {
+    loaded: Arc<LoadedFunction>,
+    threads: u32,
+    smem_bytes: u32,
+}
+
+impl GpuKernel {
+    /// The driver's function and how it was come by.
+    pub fn loaded(&self) -> &LoadedFunction {
+        &self.loaded
+    }
+}
+
+impl Kernel for GpuKernel {
+    fn name(&self) -> &str {
+        self.loaded.function.name()
+    }
+
+    fn num_regs(&self) -> Option<u32> {
+        Some(self.loaded.function.attrs().num_regs)
+    }
+
+    fn local_bytes(&self) -> Option<u32> {
+        Some(self.loaded.function.attrs().local_bytes)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// One GPU.
+pub struct GpuBackend {
+    context: Context,
+    device: DeviceSpec,
+    loader: Loader,
+    line_info: bool,
+    allocations: Mutex<HashMap<u64, DeviceBuffer<u8>>>,
+}
+
+impl GpuBackend {
+    /// The GPU of that ordinal, in its primary context, with the module store of the environment.
+    ///
+    /// # Errors
+    /// [`driver::Error`]; `is_unavailable` says that there is no driver at all.
+    pub fn open(ordinal: u32) -> Result<Self, driver::Error> {
+        Ok(Self::new(Context::open(ordinal)?, Loader::from_env()))
+    }
+
+    /// The device of a context, with a loader of the caller's.
+    pub fn new(context: Context, loader: Loader) -> Self {
+        let info = context.info();
+        let device = DeviceSpec {
+            name: info.name.clone(),
+            arch: info.arch,
+            isa: context.driver().ptx_ceiling().unwrap_or(crate::target::PtxIsa::new(7, 0)),
+            num_sms: info.num_sms,
+            l2_bytes: u64::from(info.l2_bytes),
+            smem_per_cta_bytes: info.smem_per_cta_bytes,
+        };
+        Self { context, device, loader, line_info: false, allocations: Mutex::default() }
+    }
+
+    /// Compiles modules with the Rust lines that emitted them, for a profiler's source page.
+    pub fn with_line_info(self) -> Self {
+        Self { line_info: true, ..self }
+    }
+
+    /// The context.
+    pub fn context(&self) -> &Context {
+        &self.context
+    }
+
+    /// The loader of compiled modules.
+    pub fn loader(&self) -> &Loader {
+        &self.loader
+    }
+}
+
+impl Backend for GpuBackend {
+    fn device(&self) -> &DeviceSpec {
+        &self.device
+    }
+
+    fn alloc(&self, bytes: u64) -> Result<DevicePtr, Error> {
+        let fail = |source| Error::new(format!("allocating {bytes} bytes"), source);
+        let buffer = DeviceBuffer::new(&self.context, bytes.max(1) as usize).map_err(fail)?;
+        let ptr = DevicePtr::from(buffer.ptr());
+        let mut allocations = self.allocations.lock().expect("no panic holds it");
+        allocations.insert(ptr.addr(), buffer);
+        Ok(ptr)
+    }
+
+    fn free(&self, ptr: DevicePtr) -> Result<(), Error> {
+        let mut allocations = self.allocations.lock().expect("no panic holds it");
+        match allocations.remove(&ptr.addr()) {
+            Some(_) => Ok(()),
+            None => Err(Error::new("freeing", GpuError::NotAllocated(ptr.addr()))),
+        }
+    }
+
+    fn upload(&self, ptr: DevicePtr, bytes: &[u8]) -> Result<(), Error> {
+        let fail = |source| Error::new(format!("uploading {} bytes", bytes.len()), source);
+        self.context.write(driver::DevicePtr::promised(ptr.addr()), bytes).map_err(fail)
+    }
+
+    fn download(&self, ptr: DevicePtr, bytes: &mut [u8]) -> Result<(), Error> {
+        let what = format!("downloading {} bytes", bytes.len());
+        let fail = |source| Error::new(&what, source);
+        self.context.synchronize().map_err(fail)?;
+        self.context.read(driver::DevicePtr::promised(ptr.addr()), bytes).map_err(fail)
+    }
+
+    fn load(&self, module: &Module) -> Result<Arc<dyn Kernel>, Error> {
+        let name = &module.entry.name;
+        let ptx = module.to_ptx(PrintOptions { line_info: self.line_info });
+        let options = JitOptions { line_info: self.line_info, ..JitOptions::default() };
+        let loaded = self
+            .loader
+            .load(&self.context, name, &ptx, &options)
+            .map_err(|source| Error::new(format!("loading {name}"), source))?;
+        let smem_bytes = module.entry.smem.bytes();
+        loaded
+            .function
+            .allow_dynamic_smem(smem_bytes)
+            .map_err(|source| Error::new(format!("giving {name} its shared memory"), source))?;
+        Ok(Arc::new(GpuKernel { loaded, threads: module.entry.threads, smem_bytes }))
+    }
+
+    fn launch(
+        &self,
+        kernel: &dyn Kernel,
+        grid: [u32; 2],
+        args: &[Arg],
+        stream: Stream,
+    ) -> Result<(), Error> {
+        let Some(kernel) = kernel.as_any().downcast_ref::<GpuKernel>() else {
+            let foreign = GpuError::ForeignKernel(kernel.name().to_owned());
+            return Err(Error::new("launching", foreign));
+        };
+        let mut packed = Args::new();
+        for arg in args {
+            match *arg {
+                Arg::U32(value) => packed.push(value),
+                Arg::U64(value) => packed.push(value),
+            }
+        }
+        let shape = LaunchShape {
+            grid: [grid[0], grid[1], 1],
+            threads: [kernel.threads, 1, 1],
+            dynamic_smem_bytes: kernel.smem_bytes,
+        };
+        let stream = StreamRef::promised(stream.0);
+        kernel
+            .loaded
+            .function
+            .launch(stream, &shape, &packed)
+            .map_err(|source| Error::new(format!("launching {}", kernel.name()), source))
+    }
+
+    fn synchronize(&self, stream: Stream) -> Result<(), Error> {
+        self.context
+            .synchronize_stream(StreamRef::promised(stream.0))
+            .map_err(|source| Error::new("waiting for a stream", source))
+    }
+}
