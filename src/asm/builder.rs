@@ -230,6 +230,12 @@ impl Asm {
         self.items.iter().filter(|item| matches!(item, Item::Inst(_))).count()
     }
 
+    /// Appends an instruction that was made as data; one row's own method is the usual way.
+    #[track_caller]
+    pub fn emit(&mut self, inst: impl Into<Inst>) {
+        self.push(inst.into());
+    }
+
     #[track_caller]
     pub(super) fn push(&mut self, inst: Inst) {
         let section = *self.path.last().expect("the root section is never popped");

@@ -53,6 +53,13 @@ pub struct AnyReg {
     pub id: u32,
 }
 
+impl AnyReg {
+    /// The register with its class in the type, `None` if it is of another class.
+    pub fn typed<C: RegClass>(self) -> Option<Reg<C>> {
+        (self.class == C::CLASS).then(|| Reg::new(self.id))
+    }
+}
+
 impl fmt::Display for AnyReg {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "%{}{}", self.class.prefix(), self.id)
