@@ -4,6 +4,7 @@
 pub mod oracle;
 pub mod row_kernel;
 pub mod row_reference;
+pub mod vectors;
 
 use makaira::backend::Backend;
 use makaira::emu::EmuBackend;

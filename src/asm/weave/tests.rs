@@ -52,8 +52,10 @@ fn ratio_takes_turns_by_count() {
     assert_eq!(got, [(0, 0), (1, 0), (1, 1), (2, 0), (0, 1), (2, 1)]);
 }
 
+type Emit<'a> = &'a dyn Fn(&mut Asm, &Fixture);
+
 /// The mistakes of weaving two one-instruction streams against their order, after a common prologue.
-fn reversed(emit: [&dyn Fn(&mut Asm, &Fixture); 2]) -> Vec<String> {
+fn reversed(emit: [Emit; 2]) -> Vec<String> {
     let mut asm = Asm::new();
     let fixture = Fixture::new(&mut asm);
     let [first, second] = emit.map(|emit| asm.capture(|asm| emit(asm, &fixture)));
@@ -105,7 +107,7 @@ fn a_reversal_is_refused_with_both_instructions_named() {
 
 #[test]
 fn registers_conflict_where_one_writes() {
-    let conflict = |emit: [&dyn Fn(&mut Asm, &Fixture); 2]| !reversed(emit).is_empty();
+    let conflict = |emit: [Emit; 2]| !reversed(emit).is_empty();
     assert!(conflict([&|a, x| a.add_u32(x.r[1], x.r[0], 1), &|a, x| a.mov_b32(x.r[0], 5)]));
     assert!(conflict([&|a, x| a.mov_b32(x.r[0], 4), &|a, x| a.mov_b32(x.r[0], 5)]));
     assert!(
@@ -119,7 +121,7 @@ fn registers_conflict_where_one_writes() {
 
 #[test]
 fn memory_conflicts_where_bytes_may_be_common() {
-    let conflict = |emit: [&dyn Fn(&mut Asm, &Fixture); 2]| !reversed(emit).is_empty();
+    let conflict = |emit: [Emit; 2]| !reversed(emit).is_empty();
     let store = |a: &mut Asm, x: &Fixture| a.st_shared_b32(x.base.at(0).within(x.left), 1);
     let load = |offset| {
         move |a: &mut Asm, x: &Fixture| a.ld_shared_b32(x.r[1], x.base.at(offset).within(x.left))
@@ -137,7 +139,7 @@ fn memory_conflicts_where_bytes_may_be_common() {
 
 #[test]
 fn nothing_crosses_synchronisation_or_control() {
-    let conflict = |emit: [&dyn Fn(&mut Asm, &Fixture); 2]| !reversed(emit).is_empty();
+    let conflict = |emit: [Emit; 2]| !reversed(emit).is_empty();
     let load = |a: &mut Asm, x: &Fixture| a.ld_shared_b32(x.r[1], x.base);
     let add = |a: &mut Asm, x: &Fixture| a.add_u32(x.r[1], x.r[0], 1);
     let barrier = |a: &mut Asm, _: &Fixture| a.bar_sync(0);
@@ -285,8 +287,10 @@ fn clash(a: &Node, b: &Node) -> bool {
         || memory
 }
 
+type Outcome = (Vec<(AnyReg, u64)>, Vec<(u64, u8)>);
+
 /// What a program computes: registers and shared memory.
-fn outcome(module: &Module) -> (Vec<(AnyReg, u64)>, Vec<(u64, u8)>) {
+fn outcome(module: &Module) -> Outcome {
     let machine = TestMachine::run(module);
     let mut regs: Vec<_> = machine.regs.into_iter().map(|((_, reg), bits)| (reg, bits)).collect();
     let mut bytes: Vec<_> =
@@ -350,11 +354,11 @@ fn long_streams_weave_quickly() {
         .into_iter()
         .map(|region| {
             asm.capture(|asm| {
-                for n in 0..200 {
+                for (n, reg) in regs.into_iter().enumerate() {
                     if n % 3 == 0 {
-                        asm.ld_shared_b32(regs[n], x.base.at(0).within(region));
+                        asm.ld_shared_b32(reg, x.base.at(0).within(region));
                     } else {
-                        asm.lop3_b32(regs[n], regs[n], x.r[0], x.r[1], 0xca);
+                        asm.lop3_b32(reg, reg, x.r[0], x.r[1], 0xca);
                     }
                 }
             })
