@@ -8,10 +8,20 @@ pub mod vectors;
 
 use makaira::backend::Backend;
 use makaira::emu::EmuBackend;
+use makaira::jit::GpuBackend;
 
-/// The backends to test on, each with the name that reports use.
+/// The backends to test on, each with the name that reports use: the emulator, then the GPU if there is one.
 pub fn backends() -> Vec<(&'static str, Box<dyn Backend>)> {
-    vec![("emulator", Box::new(EmuBackend::h200_like(2)))]
+    let mut backends: Vec<(_, Box<dyn Backend>)> =
+        vec![("emulator", Box::new(EmuBackend::h200_like(2)))];
+    match GpuBackend::open(0) {
+        Ok(gpu) => backends.push(("GPU", Box::new(gpu))),
+        Err(error) if error.is_unavailable() => {
+            eprintln!("skipped: no GPU ({error}); only the emulator was tested");
+        }
+        Err(error) => panic!("the GPU is there and does not open: {error}"),
+    }
+    backends
 }
 
 /// A stream of numbers that is the same on every machine (splitmix64).
