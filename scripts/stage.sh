@@ -77,9 +77,9 @@ summary=
 for binary in stage/tests/*; do
     name=$(basename "$binary")
     echo "== $name"
-    timeout "${MAKAIRA_TEST_TIMEOUT:-300}" "$binary" --quiet "$@" >"$binary.log" 2>&1
+    timeout "${MAKAIRA_TEST_TIMEOUT:-300}" "$binary" --nocapture "$@" >"$binary.log" 2>&1
     status=$?
-    grep -E '^skipped' "$binary.log"
+    grep -E "^skipped" "$binary.log" | sort -u
     result=$(grep -E '^test result' "$binary.log" | tail -1)
     if [ $status -ne 0 ]; then
         failed=$((failed + 1))
