@@ -128,13 +128,20 @@ fn range(lines: &Lines, coordinate: fn(&(f64, f64)) -> f64, widen: f64) -> std::
 fn draw_time<'a>(area: &Area<'a>, row: &Row, lines: &Lines) -> Drawn<'a> {
     let caption = format!("{}: N={} K={}, us", row.shape.name, row.shape.n, row.shape.k);
     let (x, y) = (range(lines, |p| p.0, 1.1), range(lines, |p| p.1, 1.25));
+    // Room for the legend above the lines.
+    let y = y.start..y.end * 2.5;
     let mut chart = ChartBuilder::on(area)
         .caption(caption, ("sans-serif", 14))
         .margin(8)
         .x_label_area_size(28)
         .y_label_area_size(44)
-        .build_cartesian_2d(x.log_scale().base(2.0), y.log_scale())?;
-    chart.configure_mesh().x_desc("batch M").light_line_style(BLACK.mix(0.04)).draw()?;
+        .build_cartesian_2d(x.log_scale().base(2.0), y.log_scale().base(2.0))?;
+    chart
+        .configure_mesh()
+        .x_desc("batch M")
+        .x_label_formatter(&|m| format!("{m:.0}"))
+        .light_line_style(TRANSPARENT)
+        .draw()?;
     for (name, line, color) in lines.all() {
         if line.is_empty() {
             continue;
@@ -166,9 +173,76 @@ fn draw_speedup<'a>(area: &Area<'a>, shape: &str, lines: &Lines) -> Drawn<'a> {
         .x_label_area_size(28)
         .y_label_area_size(44)
         .build_cartesian_2d(x.log_scale().base(2.0), 0.0..y.end)?;
-    chart.configure_mesh().x_desc("batch M").light_line_style(BLACK.mix(0.04)).draw()?;
+    chart
+        .configure_mesh()
+        .x_desc("batch M")
+        .x_label_formatter(&|m| format!("{m:.0}"))
+        .light_line_style(TRANSPARENT)
+        .draw()?;
     for (_, line, color) in lines.all() {
         chart.draw_series(LineSeries::new(line.clone(), color.stroke_width(2)).point_size(3))?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use makaira::backend::Backend;
+    use makaira::emu::EmuBackend;
+    use makaira::kernel::select;
+    use makaira::weights::Group;
+
+    use super::super::layer::Shape;
+    use super::super::reader::variants;
+    use super::super::report::Ceiling;
+    use super::super::timer::Timing;
+    use super::*;
+
+    #[test]
+    fn every_shape_gets_its_lines_and_a_run_without_times_none() {
+        let backend = EmuBackend::h200_like(132);
+        let timing = |us| Timing { us: [us, us], num_launches: 4 };
+        let mut rows = Vec::new();
+        for (idx, shape) in Shape::all().into_iter().take(3).enumerate() {
+            for m in [1, 8, 16, 32, 64] {
+                let problem = shape.problem(m, Group::Size(128));
+                let choice = select::choose(&problem, backend.device()).expect("there is a kernel");
+                let read = 3.0 + 5.0 * idx as f64;
+                let ceiling = Ceiling { variant: variants()[0], timing: timing(read) };
+                rows.push(Row {
+                    shape: shape.clone(),
+                    m,
+                    weight_bytes: 1,
+                    choice,
+                    grid: [1, 1],
+                    num_regs: None,
+                    local_bytes: None,
+                    answer: Ok(2e-4),
+                    timing: Some(timing(read * 1.4 + m as f64 / 16.0)),
+                    ceiling: Some(ceiling),
+                });
+            }
+        }
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("plot.svg");
+        let fp16 = r#"{"rows": [{"shape": "8b_qkv", "m": 1, "us": 16.0},
+            {"shape": "8b_qkv", "m": 16, "us": 16.1}, {"shape": "8b_qkv", "m": 64, "us": 17.0}]}"#;
+        let fp16_path = folder.path().join("fp16.json");
+        std::fs::write(&fp16_path, fp16).expect("writes");
+        let fp16 = Others::read(&fp16_path).expect("reads");
+        let peers = Others::peers();
+        draw(&path, "a card", &rows, &peers, &fp16).expect("draws");
+        let svg = std::fs::read_to_string(&path).expect("is there");
+        for text in ["a card", "8b_qkv: N=6144 K=4096", "8b_o: no fp16 times", "8b_gateup: N=28672"]
+        {
+            assert!(svg.contains(text), "{text}");
+        }
+        // Ours, peers and roofline for three shapes, fp16 for one; its panel of speed-ups has four lines.
+        assert_eq!(
+            svg.matches("<polyline fill=\"none\" opacity=\"1\" stroke=\"#005AB5\"").count(),
+            4 + 3
+        );
+        rows.iter_mut().for_each(|row| row.timing = None);
+        assert!(draw(&path, "a card", &rows, &peers, &fp16).is_err());
+    }
 }
