@@ -150,8 +150,8 @@ isa! {
         }
 }
 
-/// The NaN that single-precision instructions write, whatever the NaNs that they read.
-fn canonical(value: f32) -> f32 {
+/// A single-precision result: every NaN is the one that PTX defines, 0x7fffffff.
+pub(super) fn canonical(value: f32) -> f32 {
     if value.is_nan() { f32::from_bits(0x7fff_ffff) } else { value }
 }
 

@@ -5,6 +5,7 @@
 //! hardware bit for bit on integers and within the hardware's own rounding otherwise.
 //! Source: PTX ISA, "Warp Level Matrix Multiply-Accumulate Instructions".
 
+use super::alu::canonical;
 use super::{Access, Machine, isa, lanes, ptx};
 use crate::asm::reg::{Out, SharedAddr, Use, Vector};
 use crate::asm::types::{B32, F32, Order, Space};
@@ -79,7 +80,7 @@ fn mma_f16<M: Machine>(m: &mut M, i: &MmaM16n8k16F32F16) -> Result<(), M::Stop> 
             let (row, col) = fragment::c(lane, r);
             let c = f64::from(m.get(lane, i.c.0[r as usize])?);
             let sum = (0..16).map(|k| a[row as usize][k] * b[k][col as usize]).sum::<f64>();
-            results[lane as usize][r as usize] = (sum + c) as f32;
+            results[lane as usize][r as usize] = canonical((sum + c) as f32);
         }
     }
     for (lane, values) in results.into_iter().enumerate() {
