@@ -197,6 +197,8 @@ impl<'a> Sm80<'a> {
             a.mov_u32_special(row_tile, Special::CtaidY);
             a.mul_lo_u32(row_begin, row_tile, config.tile_m);
             a.sub_u32(num_rows, m, row_begin);
+            // The epilogue's passes may be taller than the tile.
+            a.min_u32(num_rows, num_rows, config.tile_m);
             let thread = Thread { tid, lane, warp, row_begin, num_rows };
             // Weights: a warp's pieces lie one after the other.
             let [weights_base, weights_lane, scales_lane, quad] = a.regs();
