@@ -258,7 +258,12 @@ pub fn plans(
             grid: [num_stripes as u32, row_tiles as u32],
             stripe,
             scratch_bytes: if scratch { num_stripes * row_tiles * slot_bytes } else { 0 },
-            num_locks: if shares { tiling.num_tiles * row_tiles } else { 0 },
+            // In-place reduction asks its lock even where nobody else adds.
+            num_locks: if shares || config.reduction == Reduction::F16InPlace {
+                tiling.num_tiles * row_tiles
+            } else {
+                0
+            },
             first_row,
             num_rows: num_rows as u32,
         }
