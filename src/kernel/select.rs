@@ -117,13 +117,14 @@ pub fn check(config: &Config, target: SmArch) -> Result<(), Illegal> {
     Ok(())
 }
 
-/// A lower estimate of a thread's registers: accumulators, the group's sums, fragments and addresses.
+/// An estimate of a thread's registers: accumulators, the group's sums, B fragments, two rounds of words,
+/// and addresses. With fewer the assembler spills.
 fn registers_needed(config: &Config) -> u32 {
     let accumulators = 4 * config.tiles_per_warp() * config.tile_m.div_ceil(8);
     let promotes = config.scaling == Scaling::Promote && config.group != Group::PerColumn;
     let sums = if promotes { accumulators } else { 0 };
     let batch = 4 * config.tile_m.div_ceil(8);
-    accumulators + sums + batch + 56
+    accumulators + sums + batch + 8 * config.tiles_per_warp() + 48
 }
 
 /// Rows of C per CTA for a batch of `m` rows: the smallest step that holds it, 64 for large ones.
