@@ -59,8 +59,7 @@ fn b40_one_weight_on_two_streams() {
     setup.gemm.prepare(&setup.weight, m as u64).expect("prepares");
     let inputs = [0, 1].map(|_| activations(m, k, Fill::Integers, &mut random));
     let lanes = [0, 1].map(|lane: usize| Lane::new(&gpu, &inputs[lane], m, n));
-    let workspaces =
-        [0, 1].map(|_| setup.gemm.workspace(&setup.weight, m as u64).expect("fits"));
+    let workspaces = [0, 1].map(|_| setup.gemm.workspace(&setup.weight, m as u64).expect("fits"));
     for launch in 0..1000 {
         let Lane { stream, a, c } = &lanes[launch % 2];
         let (workspace, stream) = (&workspaces[launch % 2], Stream::from(stream.borrow()));
@@ -113,9 +112,9 @@ fn b43_first_call_inside_a_capture() {
     for mode in [CaptureMode::ThreadLocal, CaptureMode::Relaxed] {
         // A new object each time: nothing is prepared.
         let gemm = Gemm::new(device.backend.clone());
-        let captured = lane.stream.capture(mode, |stream| {
-            enqueue(&gemm, &setup.weight, &lane, m, &workspace, stream)
-        });
+        let captured = lane
+            .stream
+            .capture(mode, |stream| enqueue(&gemm, &setup.weight, &lane, m, &workspace, stream));
         match captured {
             Ok(graph) => {
                 graph.instantiate().expect("a graph").launch(lane.stream.borrow()).expect("runs");
@@ -193,7 +192,8 @@ fn b16_partial_sums_of_fifteen_gigabytes() {
     let setup = Setup::new(&device, Layer::new(n, k, 128, Fill::Integers, &mut random));
     let a = activations(m, k, Fill::Integers, &mut random);
     let lane = Lane::new(&gpu, &a, m, n);
-    let config: Config = "marlin_sm80_u4b8_f16_m64n256k128_g128_w8_s3_c1_fs".parse().expect("a name");
+    let config: Config =
+        "marlin_sm80_u4b8_f16_m64n256k128_g128_w8_s3_c1_fs".parse().expect("a name");
     let prepared = setup.prepare(config, 1, m);
     let plan = select::plans(&config, &setup.problem(m, Rows::Whole), 1).next().expect("one");
     assert!(plan.scratch_bytes > 15 << 30, "{plan:?}");
@@ -213,7 +213,8 @@ fn b16_partial_sums_of_fifteen_gigabytes() {
     let c = lane.result(&gpu, m, n);
     for rows in [0..8, 10_600..10_632, 10_792..10_800, m - 8..m] {
         let (a, c) = (&a[rows.start * k..rows.end * k], &c[rows.start * n..rows.end * n]);
-        compare(&setup.layer, a, c, Tolerance::Exact).unwrap_or_else(|why| panic!("{rows:?}: {why}"));
+        compare(&setup.layer, a, c, Tolerance::Exact)
+            .unwrap_or_else(|why| panic!("{rows:?}: {why}"));
     }
     for matrix in [lane.a, lane.c] {
         gpu.free(matrix.ptr).expect("allocated above");

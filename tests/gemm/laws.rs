@@ -127,7 +127,8 @@ proptest! {
         if let Ok(other) = altered.parse::<Config>() {
             prop_assert_eq!(other.to_string(), altered);
         }
-        prop_assert!(format!("{name}_").parse::<Config>().is_err());
+        let longer = name.clone() + "_";
+        prop_assert!(longer.parse::<Config>().is_err());
         prop_assert!(name[..at].parse::<Config>().map_or(true, |c| c.to_string() == name[..at]));
     }
 
@@ -141,7 +142,7 @@ proptest! {
         sm in prop::sample::select(vec![80u16, 86, 89, 90, 100, 120]),
         sms in 1u32..200,
     ) {
-        let k = groups * raw.unsigned_abs().max(40) as u32;
+        let k = groups * if raw < 0 { 40 } else { raw as u32 };
         let group = Group::new(k as usize, raw).expect("whole groups");
         let arch = SmArch::baseline(sm);
         let device = makaira::target::DeviceSpec {

@@ -60,7 +60,8 @@ fn b21_per_column_however_it_is_written() {
         for k in [128, 4096] {
             let mut random = Random(21);
             let layer = Layer::new(64, k, -1, Fill::Random, &mut random);
-            let same = Layer { group: Group::new(k, k as i64).expect("K is a group"), ..layer.clone() };
+            let same =
+                Layer { group: Group::new(k, k as i64).expect("K is a group"), ..layer.clone() };
             let a = activations(3, k, Fill::Random, &mut random);
             let [c, d] = [layer, same].map(|layer| {
                 let setup = Setup::new(&device, layer);

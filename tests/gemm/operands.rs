@@ -6,7 +6,7 @@ use makaira::emu::EmuBackend;
 use makaira::gemm::{Error, Matrix};
 use makaira::kernel::select::{self, MAX_ROW_STRIDE_BYTES};
 use makaira::kernel::{Config, Problem, Rows};
-use makaira::target::{ARCHS, DeviceSpec, PtxIsa, SmArch};
+use makaira::target::{DeviceSpec, PtxIsa, SmArch};
 use makaira::weights::Group;
 use proptest::prelude::*;
 
@@ -16,10 +16,9 @@ use crate::support::{
 };
 
 fn check(setup: &Setup, a: &[f16], spread: Spread) {
-    let c = setup
-        .run(a, spread)
-        .unwrap_or_else(|error| panic!("{spread:?}: {}", chain(&error)));
-    compare(&setup.layer, a, &c, Tolerance::Exact).unwrap_or_else(|why| panic!("{spread:?}: {why}"));
+    let c = setup.run(a, spread).unwrap_or_else(|error| panic!("{spread:?}: {}", chain(&error)));
+    compare(&setup.layer, a, &c, Tolerance::Exact)
+        .unwrap_or_else(|why| panic!("{spread:?}: {why}"));
 }
 
 /// Fault B51: activations that are a slice of something wider.
@@ -64,7 +63,8 @@ fn bad_operands_are_refused_by_name() {
             let result = setup.gemm.matmul(a, &setup.weight, c, 8, &workspace, Stream::default());
             let error = result.expect_err("the operand breaks a rule");
             let text = error.to_string();
-            let named = matches!(&error, Error::Operand { operand: found, .. } if *found == operand);
+            let named =
+                matches!(&error, Error::Operand { operand: found, .. } if *found == operand);
             assert!(named && numbers.iter().all(|number| text.contains(number)), "{text}");
         };
         refused(Matrix { ptr: ptr.offset(1), ..good }, good, "a", &["odd", "2 bytes"]);
@@ -137,7 +137,7 @@ fn b15_rows_beyond_32_bits() {
             backend.download(c_ptr.offset(row * stride), &mut bytes).expect("fits");
             let (product, canary) = bytes.split_at(2 * n);
             assert!(canary.iter().all(|byte| *byte == 0xff), "row {row} is overrun");
-            c.extend(bytemuck::pod_collect_to_vec::<u8, f16>(product));
+            c.extend(product.chunks(2).map(|half| f16::from_le_bytes([half[0], half[1]])));
         }
         compare(&setup.layer, &a, &c, Tolerance::Exact).unwrap_or_else(|why| panic!("{why}"));
         for ptr in a_rows.into_iter().chain(c_rows) {
@@ -188,7 +188,8 @@ proptest! {
     }
 }
 
-/// Fault B42: locks that an aborted launch left behind are noticed, and `reset` mends them.
+/// Fault B42: locks that an aborted launch left behind are noticed, and `reset` mends them. A spin that
+/// never ends is a fault of the emulator; on a GPU it would hang the test.
 #[test]
 fn b42_dirty_locks_are_noticed_and_reset() {
     let options = makaira::emu::Options { max_idle_steps: 1 << 16, ..Default::default() };
@@ -207,13 +208,19 @@ fn b42_dirty_locks_are_noticed_and_reset() {
         for dirt in [1u32, 2, 3, 77, u32::MAX] {
             let dirty = [dirt; 2];
             device.backend.upload(locks, bytemuck::cast_slice(&dirty)).expect("two tiles");
-            let ran = setup.run_with(&prepared, &a, CANARIES, &workspace);
-            assert!(ran.is_err(), "{name}: locks of {dirt} were not noticed");
+            let tolerance = Tolerance::of(Fill::Integers, &config, 1024, stripe);
+            let ran = setup
+                .run_with(&prepared, &a, CANARIES, &workspace)
+                .map_err(|error| chain(&error))
+                .and_then(|c| compare(&setup.layer, &a, &c, tolerance));
+            let noticed = ran.expect_err("the locks were not ready");
+            // Without partial sums of their own, turns taken out of turn show in the values alone.
+            let in_place = config.reduction == makaira::kernel::Reduction::F16InPlace;
+            assert!(in_place || noticed.contains("kernel bug") || noticed.contains("no progress"));
             workspace.reset().expect("the locks are allocated");
             let c = setup
                 .run_with(&prepared, &a, CANARIES, &workspace)
                 .unwrap_or_else(|error| panic!("{name}: {}", chain(&error)));
-            let tolerance = Tolerance::of(Fill::Integers, &config, 1024, stripe);
             compare(&setup.layer, &a, &c, tolerance).unwrap_or_else(|why| panic!("{why}"));
         }
     }
@@ -285,7 +292,9 @@ fn b46_chained_products_share_a_workspace() {
             }
             assert_eq!(first.get_or_insert_with(|| c.clone()), &c, "round {round} differs");
         }
-        [a_ptr, mid_ptr, c_ptr].map(|ptr| backend.free(ptr).expect("allocated above"));
+        for ptr in [a_ptr, mid_ptr, c_ptr] {
+            backend.free(ptr).expect("allocated above");
+        }
     }
 }
 
@@ -312,7 +321,8 @@ fn b57_cards_before_ampere_are_refused() {
             let text = error.to_string();
             assert!(text.contains(&format!("sm_{sm}")) && text.contains("sm80"), "{text}");
         }
-        let config: Config = "marlin_sm80_u4b8_f16_m16n64k512_g128_w1_s3_c1".parse().expect("a name");
+        let config: Config =
+            "marlin_sm80_u4b8_f16_m16n64k512_g128_w1_s3_c1".parse().expect("a name");
         let error = select::check(&config, device.arch).expect_err("no kernel runs there");
         assert!(error.to_string().contains(&format!("sm_{sm}")), "{error}");
         // Nor does the library call reach a driver.
@@ -328,8 +338,9 @@ fn b57_cards_before_ampere_are_refused() {
 #[test]
 fn b65_shared_memory_limits_are_kept() {
     let mut checked = 0;
-    for spec in ARCHS.iter().filter(|spec| spec.sm >= 80) {
-        let arch = SmArch::baseline(spec.sm);
+    for sm in [80, 86, 87, 89, 90, 100, 120] {
+        let arch = SmArch::baseline(sm);
+        let spec = arch.spec().expect("in the table");
         for m in [1, 8, 16, 32, 48, 64, 1000] {
             for group in [Group::PerColumn, Group::Size(32), Group::Size(128)] {
                 let problem = Problem { m, n: 4096, k: 4096, group, rows: Rows::Whole };

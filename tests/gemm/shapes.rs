@@ -139,8 +139,7 @@ fn b13_second_row_tile_of_the_second_column_tile() {
 
 #[test]
 fn b14_batches_at_the_edges_of_row_tiles() {
-    let batches =
-        [1, 15, 16, 17, 31, 63, 64, 65, 79, 127, 129, 1023, 1024, 1025, 1040, 2049];
+    let batches = [1, 15, 16, 17, 31, 63, 64, 65, 79, 127, 129, 1023, 1024, 1025, 1040, 2049];
     for device in devices() {
         check(&device, device.size(72, 512), 256, 128, &batches, 14);
     }

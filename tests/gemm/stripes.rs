@@ -108,8 +108,7 @@ fn every_ranked_choice_of_a_small_problem_is_right() {
         let layer = Layer::new(136, 1152, 128, Fill::Integers, &mut random);
         let a = activations(5, layer.k, Fill::Integers, &mut random);
         let setup = Setup::new(&device, layer);
-        let ranked =
-            select::ranked(&setup.problem(5, Rows::Whole), device.backend.device());
+        let ranked = select::ranked(&setup.problem(5, Rows::Whole), device.backend.device());
         assert!(ranked.len() > 100, "{} choices", ranked.len());
         // The first ones, which are what users get, and a sample of the others.
         for (rank, choice) in ranked.iter().enumerate().filter(|(n, _)| *n < 12 || n % 61 == 0) {
