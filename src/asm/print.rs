@@ -7,7 +7,7 @@
 
 use std::fmt::{self, Write};
 
-use super::builder::{Guard, Item};
+use super::builder::{Guard, Item, Node};
 use super::module::Module;
 use super::types::Class;
 
@@ -24,6 +24,15 @@ impl fmt::Display for Guard {
     }
 }
 
+impl fmt::Display for Node {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.guard {
+            Some(guard) => write!(f, "{guard}{}", self.inst),
+            None => self.inst.fmt(f),
+        }
+    }
+}
+
 impl fmt::Display for Module {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.to_ptx(PrintOptions::default()))
@@ -33,12 +42,30 @@ impl fmt::Display for Module {
 impl Module {
     /// The module's PTX text.
     pub fn to_ptx(&self, options: PrintOptions) -> String {
-        let mut text = String::with_capacity(64 * self.entry.items.len());
-        self.write(&mut text, options).expect("writing to a string does not fail");
+        let mut text = String::with_capacity(64 * self.entry.items.len() + 1024);
+        self.write(&mut text, options, &mut |_| {}).expect("writing to a string does not fail");
         text
     }
 
-    fn write(&self, out: &mut String, options: PrintOptions) -> fmt::Result {
+    /// The line of each instruction in the text without line information, counted from 1.
+    pub(super) fn ptx_lines(&self) -> Vec<usize> {
+        let (mut lines, mut line, mut seen) = (Vec::new(), 1, 0);
+        let mut before_each = |text: &String| {
+            line += text.as_bytes()[seen..].iter().filter(|byte| **byte == b'\n').count();
+            seen = text.len();
+            lines.push(line);
+        };
+        self.write(&mut String::new(), PrintOptions::default(), &mut before_each)
+            .expect("writing to a string does not fail");
+        lines
+    }
+
+    fn write(
+        &self,
+        out: &mut String,
+        options: PrintOptions,
+        before_each: &mut dyn FnMut(&String),
+    ) -> fmt::Result {
         let entry = &self.entry;
         writeln!(out, ".version {}", self.isa())?;
         writeln!(out, ".target {}", self.target)?;
@@ -79,8 +106,8 @@ impl Module {
                             writeln!(out, "  .loc {file} {} {}", here.1, node.emitter.column())?;
                         }
                     }
-                    let guard = node.guard.map(|guard| guard.to_string()).unwrap_or_default();
-                    writeln!(out, "  {guard}{}", node.inst)?;
+                    before_each(out);
+                    writeln!(out, "  {node}")?;
                 }
             }
         }

@@ -31,7 +31,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { seed: None, max_steps: 1 << 32, max_idle_steps: 4 << 20 }
+        Self { seed: None, max_steps: 1 << 28, max_idle_steps: 4 << 20 }
     }
 }
 

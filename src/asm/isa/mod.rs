@@ -2,14 +2,16 @@
 //!
 //! A row of [`isa!`] gives the builder method (the PTX opcode with dots as underscores), the operands with
 //! their roles, the exact text, the requirement ([`Since`]), who executes it ([`Scope`]), what it does to
-//! memory and control ([`Effect`]) and its meaning against a [`Machine`]. The compiler refuses a row whose
-//! text misses an operand, a call with a register of the wrong class, and a row without meaning. Modifiers
-//! that change operands or meaning are rows of their own; modifiers that only tune are operands.
+//! memory and control ([`Effect`], with the bytes per address if it has one) and its meaning against a
+//! [`Machine`]. The compiler refuses a row whose text misses an operand, a call with a register of the
+//! wrong class, and a row without meaning. Modifiers that change operands or meaning are rows of their
+//! own; modifiers that only tune are operands.
 //! Requirements are those of the PTX ISA's "PTX ISA Notes" and "Target ISA Notes" per instruction; the
 //! offline assembler confirms them in the test suite.
 
 use std::fmt;
 
+use super::builder::Asm;
 use super::reg::{AnyReg, In, InOut, Label, Out, Param, Place, Region, Role, Use};
 use super::types::{Order, RegClass, Scope, Space, Special};
 use crate::target::{PtxIsa, SmArch};
@@ -21,6 +23,8 @@ pub mod half;
 pub mod mem;
 pub mod sync;
 pub mod tensor;
+#[cfg(test)]
+mod tests;
 
 /// Which targets have an instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,7 +85,8 @@ pub enum Effect {
     CopyAsync,
     /// Orders memory accesses: nothing that touches memory may cross it.
     Sync,
-    /// Changes the flow of control: nothing may cross it.
+    /// Changes the flow of control: nothing may cross it. One that names a label continues there, one that
+    /// names none ends the thread.
     Control,
 }
 
@@ -250,8 +255,13 @@ pub struct Row {
     pub scope: Scope,
     /// The effect.
     pub effect: Effect,
+    /// Bytes that each address of the instruction names, 0 if it has none; the address is a multiple of it.
+    pub access_bytes: u32,
     /// The doc comment.
     pub doc: &'static str,
+    /// An instruction of this row with fresh registers, for tests and listings. Where the row leaves a
+    /// choice, the function decides: it returns a number below its argument.
+    pub example: fn(&mut Asm, &mut dyn FnMut(u32) -> u32) -> Inst,
 }
 
 /// Defines one family of instructions. See the module documentation.
@@ -259,7 +269,7 @@ macro_rules! isa {
     ($(#[$meta:meta])* $Family:ident;
      $( $(#[doc = $doc:literal])+
         $method:ident = $Name:ident { $($field:ident : $ty:ty),* $(,)? }
-        $text:literal, $since:expr, $scope:ident, $effect:ident, |$($arg:pat_param),+| $body:block
+        $text:literal, $since:expr, $scope:ident, $effect:ident $(($bytes:literal))?, |$($arg:pat_param),+| $body:block
      )*) => {
         $(
             $(#[doc = $doc])+
@@ -307,7 +317,12 @@ macro_rules! isa {
                 since: $since,
                 scope: crate::asm::types::Scope::$scope,
                 effect: crate::asm::isa::Effect::$effect,
+                access_bytes: 0 $(+ $bytes)?,
                 doc: concat!($($doc),+),
+                example: |_asm, _pick| {
+                    $(let $field = crate::asm::reg::Example::example(_asm, _pick);)*
+                    $Name { $($field),* }.into()
+                },
             }),*];
 
             /// The row of this instruction.
@@ -428,5 +443,12 @@ impl Inst {
         let mut label = None;
         self.operands(&mut |operand| label = label.or(operand.label()));
         label
+    }
+
+    /// The entry parameter that the instruction reads.
+    pub fn param(&self) -> Option<Param> {
+        let mut param = None;
+        self.operands(&mut |operand| param = param.or(operand.param()));
+        param
     }
 }
