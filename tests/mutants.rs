@@ -274,15 +274,8 @@ fn is_window(config: &Config, mutant: &Mutant, module: &Module) -> bool {
 
 /// Why a mutant cannot be noticed, if that is known.
 fn redundant(config: &Config, mutant: &Mutant, module: &Module) -> Option<&'static str> {
-    let one_team = config.warps_k == 1;
     let left_out = |method, section| mutant.leaves_out(method, section, module);
-    if one_team && left_out("bar_sync_n", "next segment") {
-        return Some("the epilogue begins with a barrier of the CTA, which is one team");
-    }
     let sums = "partial sums to shared memory";
-    if one_team && left_out("bar_sync", sums) && mutant.nth == 0 {
-        return Some("the main loop ends with a barrier of the team, which is the CTA");
-    }
     let in_place = config.reduction == Reduction::F16InPlace;
     if in_place && left_out("bar_sync", sums) && mutant.nth == 1 {
         return Some("the barrier behind the lock lies between the sums' stores and loads as well");
@@ -339,14 +332,6 @@ fn bites(name: &str, m: usize) {
     excused.iter().for_each(|(mutant, reason)| println!("   {}: {reason}", mutant.what));
     assert!(others.len() > 30, "{name}: only {} mutants", others.len());
     assert!(wrong.is_empty(), "{name}, of {} mutants:\n{}", others.len(), wrong.join("\n"));
-    // Of two barriers that excuse each other one must stay.
-    let ends = |mutant: &&&Mutant| mutant.section != "who is who" && mutant.with.is_none();
-    let barriers: Vec<&Mutant> =
-        excused.iter().map(|(mutant, _)| mutant).filter(ends).copied().collect();
-    if case.config.warps_k == 1 {
-        let noticed = case.noticed(&apply(&module, barriers.iter().copied()));
-        assert!(noticed.is_some(), "{name}: {} barriers are too many", barriers.len());
-    }
 }
 
 #[test]
