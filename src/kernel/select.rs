@@ -11,12 +11,14 @@ use super::parts::{epilogue_bytes, magic};
 use super::problem::{Config, Plan, Problem, Reduction, Rows, Scaling};
 use super::{FAMILIES, KernelFamily};
 use crate::target::{DeviceSpec, SmArch};
-use crate::weights::Group;
+use crate::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES};
 
 /// Row tiles that one launch covers: the y dimension of a grid has 16 bits.
 const MAX_ROW_TILES: u64 = 65535;
 /// Strides up to here keep offsets inside a tile of 64 rows in 32 bits.
 pub const MAX_ROW_STRIDE_BYTES: u64 = u32::MAX as u64 / 64;
+/// Bytes of a packed tile with one group of scales.
+const TILE_BYTES: u32 = (CODE_BYTES_PER_TILE + SCALE_ROW_BYTES) as u32;
 /// Rows of C per CTA, by batch: see [`tile_m_for`].
 const TILE_MS: [u32; 8] = [1, 2, 4, 8, 16, 32, 48, 64];
 
@@ -132,44 +134,45 @@ pub fn tile_m_for(m: u64) -> u32 {
     TILE_MS.into_iter().find(|tile| u64::from(*tile) >= m).unwrap_or(64)
 }
 
-/// Every legal configuration of every family for a problem on a target, in the preferred numerics:
-/// single-precision reduction, no eviction policy.
+/// Bytes of weights in flight on an SM that the stream is given where shared memory allows: enough to cover
+/// the loaded latency of memory, and not so much that the first bytes wait for all the others.
+const IN_FLIGHT_BYTES: u32 = 64 << 10;
+
+/// Every configuration of every family that is worth considering for a problem on a target, in the
+/// preferred numerics: single-precision reduction, no eviction policy. The ring has as many slots as put
+/// [`IN_FLIGHT_BYTES`] in flight, or as many as fit.
 pub fn candidates(problem: &Problem, target: SmArch) -> Vec<Config> {
     let tile_m = tile_m_for(problem.m);
     let mut candidates = Vec::new();
     for family in FAMILIES {
-        for (warps_n, warps_k) in [1u32, 2, 4, 8]
-            .into_iter()
-            .flat_map(|n| [1u32, 2, 4, 8, 16].map(|k| (n, k)))
-            .filter(|(n, k)| [4, 8].contains(&(n * k)))
+        for (warps_n, warps_k) in [(1, 4), (2, 2), (4, 1), (1, 8), (2, 4), (4, 2), (8, 1)]
+            .map(|(n, k)| (n as u32, k as u32))
         {
-            for tiles_per_warp in [2, 4] {
-                for (stages, ctas_per_sm) in
-                    [2u32, 3, 4, 5, 6, 8].into_iter().flat_map(|s| [1u32, 2].map(|c| (s, c)))
-                {
-                    for scaling in [Scaling::Promote, Scaling::Fragment] {
-                        let config = Config {
-                            family: family.name(),
-                            format: "u4b8",
-                            group: problem.group,
-                            tile_m,
-                            tile_n: 16 * tiles_per_warp * warps_n,
-                            warps_n,
-                            warps_k,
-                            stages,
-                            ctas_per_sm,
-                            scaling,
-                            reduction: Reduction::F32,
-                            rows: problem.rows,
-                            evict_first: false,
-                        };
-                        // Without groups there is nothing to scale in the loop.
-                        let same =
-                            scaling == Scaling::Fragment && problem.group == Group::PerColumn;
-                        if !same && check(&config, target).is_ok() {
-                            candidates.push(config);
-                        }
+            for (tiles_per_warp, ctas_per_sm) in [(2u32, 1u32), (2, 2), (4, 1), (4, 2)] {
+                let slot_bytes = ctas_per_sm * warps_n * warps_k * tiles_per_warp * TILE_BYTES;
+                let stages = 1 + IN_FLIGHT_BYTES.div_ceil(slot_bytes).max(2);
+                for scaling in [Scaling::Promote, Scaling::Fragment] {
+                    // Without groups there is nothing to scale in the loop.
+                    if scaling == Scaling::Fragment && problem.group == Group::PerColumn {
+                        continue;
                     }
+                    let config = |stages| Config {
+                        family: family.name(),
+                        format: "u4b8",
+                        group: problem.group,
+                        tile_m,
+                        tile_n: 16 * tiles_per_warp * warps_n,
+                        warps_n,
+                        warps_k,
+                        stages,
+                        ctas_per_sm,
+                        scaling,
+                        reduction: Reduction::F32,
+                        rows: problem.rows,
+                        evict_first: false,
+                    };
+                    let legal = |config: &Config| check(config, target).is_ok();
+                    candidates.extend((2..=stages).rev().map(config).find(legal));
                 }
             }
         }
@@ -377,7 +380,7 @@ pub fn cost(config: &Config, problem: &Problem, device: &DeviceSpec, stripe: u32
     let bytes = weight_bytes * passes + model.activation_share * a_bytes;
     let in_flight = resident
         * f64::from((config.stages - 1) * config.num_warps() * config.tiles_per_warp())
-        * 1056.0;
+        * f64::from(TILE_BYTES);
     let starved = (model.in_flight_bytes / in_flight).max(1.0);
     let busiest = ctas_per_sm * stripe * num_sms / (runs * tiling.row_tiles as f64);
     let uneven = 1.0 + model.imbalance * (busiest.max(1.0) - 1.0);

@@ -132,9 +132,9 @@ fn memory(
 fn collective(form: &Form, num_out: usize, before: &State) -> Vec<[u64; 32]> {
     let mut out = vec![[0; 32]; num_out];
     if form.is("shfl") {
-        for lane in 0..32 {
+        for (lane, value) in out[0].iter_mut().enumerate() {
             let from = form.sources(1, before, lane)[1] % 32;
-            out[0][lane] = before.slots[0][from as usize];
+            *value = before.slots[0][from as usize];
         }
     } else if form.is("ldmatrix") {
         // Row r of matrix j is where lane 8j + r points; a lane gets two neighbours of row lane / 4.
@@ -161,15 +161,15 @@ fn collective(form: &Form, num_out: usize, before: &State) -> Vec<[u64; 32]> {
                 b[row][group] = half(before.slots[4 + i / 2][lane] >> (16 * (i % 2)));
             }
         }
-        for lane in 0..32 {
-            for i in 0..4 {
+        for (i, slot) in out.iter_mut().enumerate() {
+            for (lane, result) in slot.iter_mut().enumerate() {
                 let (row, col) = (lane / 4 + 8 * (i / 2), 2 * (lane % 4) + i % 2);
                 let product: i128 =
                     (0..16).map(|k| i128::from(a[row][k]) * i128::from(b[k][col])).sum();
                 let c = f64::from(f32::from_bits(before.slots[6 + i][lane] as u32));
                 // The inputs are such that everything is exact in f64.
                 let value = product as f64 * 2f64.powi(-48) + c;
-                out[i][lane] = u64::from((value as f32).to_bits());
+                *result = u64::from((value as f32).to_bits());
             }
         }
     }

@@ -300,7 +300,7 @@ fn inputs(kernel: &RowKernel, slot: usize, round: usize, random: &mut Random) ->
         0 => random.next() as u16,
         1 => random.pick(&HALVES) | (sign(random) as u16) << 15,
         // Of similar size, so that sums cancel and round.
-        _ => 0x3800 + (random.below(0x1000) as u16) | (sign(random) as u16) << 15,
+        _ => (0x3800 + random.below(0x1000) as u16) | (sign(random) as u16) << 15,
     };
     std::array::from_fn(|lane| match kernel.inputs[slot] {
         Class::Pred => u64::from(random.below(2)),
@@ -312,7 +312,7 @@ fn inputs(kernel: &RowKernel, slot: usize, round: usize, random: &mut Random) ->
         Class::F32 => u64::from(match random.below(3) {
             0 => random.next() as u32,
             1 => random.pick(&FLOATS) | sign(random) << 31,
-            _ => 0x3f00_0000 + random.below(1 << 24) | sign(random) << 31,
+            _ => (0x3f00_0000 + random.below(1 << 24)) | sign(random) << 31,
         }),
         Class::B32 if matches!(kernel.inst, Inst::Tensor(_)) => {
             // Small integers: products and sums are exact in any order.

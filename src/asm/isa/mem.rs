@@ -98,7 +98,7 @@ isa! {
 
     /// Loads a flag atomically, without ordering other accesses.
     ld_relaxed_gpu_global_u32 = LdRelaxedGpuGlobalU32 { d: Out<B32>, a: GlobalAddr }
-        "ld.relaxed.gpu.global.u32 {d}, {a};", ptx(7, 0, 70), Lane, LoadGlobal, |m, l, i| { let [v] = load_global::<_, 4, 1>(m, l, i.a, Order::RelaxedGpu)?; m.set(l, i.d, v); }
+        "ld.relaxed.gpu.global.u32 {d}, {a};", ptx(7, 0, 70), Lane, LoadGlobal(4), |m, l, i| { let [v] = load_global::<_, 4, 1>(m, l, i.a, Order::RelaxedGpu)?; m.set(l, i.d, v); }
     /// Loads a flag; what its writer released before is visible afterwards.
     ld_acquire_gpu_global_u32 = LdAcquireGpuGlobalU32 { d: Out<B32>, a: GlobalAddr }
         "ld.acquire.gpu.global.u32 {d}, {a};", ptx(7, 0, 70), Lane, Sync(4), |m, l, i| { let [v] = load_global::<_, 4, 1>(m, l, i.a, Order::AcquireGpu)?; m.set(l, i.d, v); }
