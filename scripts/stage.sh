@@ -20,13 +20,13 @@ done
 
 rm -rf stage
 mkdir -p stage/bin stage/tests stage/benches
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
+log=$(mktemp) list=$(mktemp)
+trap 'rm -f "$log" "$list"' EXIT
 
-# Runs cargo, showing what it says; leaves lines "SOURCE EXECUTABLE" in $log.executables.
+# Runs cargo with the arguments and lists "SOURCE EXECUTABLE" of what it built in $list.
 build() {
     if ! cargo "$@" 2>"$log"; then cat "$log" >&2; exit 1; fi
-    sed -n 's/^ *Executable \(unittests \)\{0,1\}\([^ ]*\) (\(.*\))$/\2 \3/p' "$log"
+    sed -n 's/^ *Executable \(unittests \)\{0,1\}\([^ ]*\) (\(.*\))$/\2 \3/p' "$log" >"$list"
 }
 
 # tests/emulator/main.rs -> tests-emulator, src/lib.rs -> src-lib.
@@ -37,18 +37,20 @@ name_of() {
 gather() {
     while read -r source executable; do
         strip -o "$1/$(name_of "$source")" "$executable"
-    done
+    done <"$list"
 }
 
 build build --release --bins
 target=${CARGO_TARGET_DIR:-target}
 strip -o stage/bin/makaira "$target/release/makaira"
 if [ $tests = yes ]; then
-    build test --release --no-run --lib --bins --tests | gather stage/tests
+    build test --release --no-run --lib --bins --tests
+    gather stage/tests
 fi
 if [ $benches = yes ]; then
     for bench in benches/*.rs; do
-        build bench --no-run --bench "$(basename "$bench" .rs)" | gather stage/benches
+        build bench --no-run --bench "$(basename "$bench" .rs)"
+        gather stage/benches
     done
 fi
 # Where the tests believe their sources to be.
@@ -75,9 +77,9 @@ summary=
 for binary in stage/tests/*; do
     name=$(basename "$binary")
     echo "== $name"
-    timeout "${MAKAIRA_TEST_TIMEOUT:-300}" "$binary" --quiet "$@" >"$binary.log" 2>&1
+    timeout "${MAKAIRA_TEST_TIMEOUT:-300}" "$binary" --nocapture "$@" >"$binary.log" 2>&1
     status=$?
-    grep -E '^skipped' "$binary.log"
+    grep -E "^skipped" "$binary.log" | sort -u
     result=$(grep -E '^test result' "$binary.log" | tail -1)
     if [ $status -ne 0 ]; then
         failed=$((failed + 1))

@@ -98,7 +98,7 @@ impl Cell {
             return Err(race);
         }
         if stamp.flags & ATOMIC == 0 {
-            self.others = Others::None;
+            self.others.clear();
         } else {
             // A later weak access must be ordered after every atomic one, not only after the last; a
             // later atomic one after every weak one.
@@ -114,6 +114,15 @@ impl Cell {
 }
 
 impl Others {
+    /// Empties the list; a long one keeps its memory, for buffers are read by as many again.
+    #[inline]
+    fn clear(&mut self) {
+        match self {
+            Others::Many(stamps) => stamps.clear(),
+            _ => *self = Others::None,
+        }
+    }
+
     fn find(&self, matches: impl Fn(&Stamp) -> bool) -> Option<Stamp> {
         match self {
             Others::None => None,
@@ -169,7 +178,7 @@ impl Others {
                 return;
             }
             // Tidied now and then: often enough to stay short, rarely enough to cost nothing.
-            if stamps.len().is_power_of_two() {
+            if stamps.len().is_power_of_two() && stamps.len() > 4 {
                 stamps.retain(|o| !replaces(o));
             }
         }

@@ -235,7 +235,8 @@ fn warp_sums_bytes(config: &Config) -> u32 {
 /// through scratch memory or the output, and the owner writes fp16.
 ///
 /// `region` is shared memory of [`epilogue_bytes`] that the main loop has finished with once all its threads
-/// have: this begins with a barrier and ends with one, so the main loop may use it again afterwards.
+/// have: this begins with a barrier, unless they have `met` since, and ends with one, so the main loop may use
+/// it again afterwards.
 pub fn emit_epilogue(
     a: &mut Asm,
     config: &Config,
@@ -245,9 +246,12 @@ pub fn emit_epilogue(
     thread: &Thread,
     segment: &Segment,
     acc: &Accumulators,
+    met: bool,
 ) {
     a.section("partial sums to shared memory", |a| {
-        a.bar_sync(0);
+        if !met {
+            a.bar_sync(0);
+        }
         emit_store_fragments(a, config, region, smem, thread, segment, acc);
         a.bar_sync(0);
     });

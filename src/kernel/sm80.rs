@@ -125,14 +125,14 @@ pub fn build(config: &Config, target: SmArch) -> Module {
     let next_segment = a.label("segment");
     a.bind(next_segment);
     let acc = kernel.emit_main_loop(&mut a, &cursor);
-    let next = a.section("next segment", |a| {
-        // The team has finished with the ring.
-        kernel.emit_team_barrier(a);
-        stripe.emit_next(a, &segment)
-    });
+    let next = a.section("next segment", |a| stripe.emit_next(a, &segment));
     if overlaps {
+        // The team has finished with the ring.
+        a.section("next segment", |a| kernel.emit_team_barrier(a));
         kernel.emit_fill(&mut a, &next, &cursor);
     }
+    // One team that has met has finished with the last slot as well.
+    let met = overlaps && config.warps_k == 1;
     parts::emit_epilogue(
         &mut a,
         config,
@@ -142,6 +142,7 @@ pub fn build(config: &Config, target: SmArch) -> Module {
         &kernel.thread,
         &segment,
         &acc,
+        met,
     );
     if !overlaps {
         kernel.emit_fill(&mut a, &next, &cursor);

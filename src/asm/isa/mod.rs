@@ -157,6 +157,7 @@ pub trait Machine {
     /// A fence of the given order at GPU scope.
     fn fence(&mut self, lane: u32, order: Order) -> Result<(), Self::Stop>;
     /// The warp arrives at CTA barrier `id` and waits until `threads` threads (all if `None`) have.
+    /// An instruction whose lanes name several barriers arrives at each, which the machine may refuse.
     fn barrier(&mut self, id: u32, threads: Option<u32>) -> Result<(), Self::Stop>;
     /// The lane waits for the lanes of `members`; their memory accesses before the meeting are ordered
     /// before those after.
@@ -167,6 +168,7 @@ pub trait Machine {
     fn exit(&mut self, lane: u32) -> Result<(), Self::Stop>;
 
     /// The value of a source operand.
+    #[inline]
     fn get<S: Source>(&mut self, lane: u32, source: S) -> Result<S::Value, Self::Stop>
     where
         Self: Sized,
@@ -174,6 +176,7 @@ pub trait Machine {
         source.value(self, lane)
     }
     /// Sets a destination operand.
+    #[inline]
     fn set<D: Destination>(&mut self, lane: u32, destination: D, value: D::Value)
     where
         Self: Sized,
@@ -204,6 +207,7 @@ macro_rules! sources {
     ($($Name:ident),*) => {$(
         impl<C: RegClass> Source for $Name<C> {
             type Value = C::Value;
+            #[inline]
             fn value<M: Machine>(self, machine: &mut M, lane: u32) -> Result<C::Value, M::Stop> {
                 machine.read(lane, self.0.any()).map(C::from_bits)
             }
@@ -214,6 +218,7 @@ sources!(Use, InOut);
 
 impl<C: RegClass> Source for In<C> {
     type Value = C::Value;
+    #[inline]
     fn value<M: Machine>(self, machine: &mut M, lane: u32) -> Result<C::Value, M::Stop> {
         match self {
             In::Reg(reg) => machine.read(lane, reg.any()).map(C::from_bits),

@@ -74,12 +74,19 @@ fn mma_f16<M: Machine>(m: &mut M, i: &MmaM16n8k16F32F16) -> Result<(), M::Stop> 
             }
         }
     }
+    // Row by row over k, all columns side by side: the order of the sums is that of k.
+    let mut sums = [[-0.0; 8]; 16];
+    for (sums, a) in sums.iter_mut().zip(&a) {
+        for (a, b) in a.iter().zip(&b) {
+            sums.iter_mut().zip(b).for_each(|(sum, b)| *sum += a * b);
+        }
+    }
     let mut results = [[0.0; 4]; 32];
     for lane in 0..32 {
         for r in 0..4 {
             let (row, col) = fragment::c(lane, r);
             let c = f64::from(m.get(lane, i.c.0[r as usize])?);
-            let sum = (0..16).map(|k| a[row as usize][k] * b[k][col as usize]).sum::<f64>();
+            let sum = sums[row as usize][col as usize];
             results[lane as usize][r as usize] = canonical((sum + c) as f32);
         }
     }

@@ -8,6 +8,7 @@
 mod layer;
 mod operands;
 mod plan;
+mod plot;
 mod reader;
 mod report;
 mod timer;
@@ -65,6 +66,9 @@ pub struct Args {
     /// Write all rows as JSON.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Draw times and speed-ups as SVG.
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
     /// Times of the fp16 product on this card, from benches/fp16.py.
     #[arg(long, value_name = "FILE")]
     fp16: Option<PathBuf>,
@@ -90,6 +94,10 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let shapes = if args.shapes.is_empty() { Shape::all() } else { args.shapes.clone() };
     for shape in &shapes {
         bench.shape(shape)?;
+    }
+    if let Some(path) = &args.plot {
+        let title = bench.gpu.context().info().to_string();
+        plot::draw(path, &title, &bench.rows, &bench.peers, &bench.fp16)?;
     }
     let wrong = bench.rows.iter().filter(|row| row.answer.is_err()).count();
     anyhow::ensure!(wrong == 0, "{wrong} of {} answers are wrong", bench.rows.len());
@@ -293,15 +301,35 @@ impl<'a> Bench<'a> {
 
     fn measure(&self, cell: &Cell, problem: &Problem, choice: Choice) -> anyhow::Result<Row> {
         let problem = &Problem { rows: choice.config.rows, ..*problem };
-        let prepared = self.gemm.prepare_choice(choice)?;
-        let (mut grid, mut needs) = ([0; 2], (0, 0));
+        let mut row = Row {
+            shape: cell.shape.clone(),
+            m: problem.m,
+            weight_bytes: cell.weight_bytes,
+            choice,
+            grid: [0; 2],
+            num_regs: None,
+            local_bytes: None,
+            answer: Err(String::new()),
+            timing: None,
+            ceiling: cell.ceiling,
+        };
+        let prepared = match self.gemm.prepare_choice(choice) {
+            Ok(prepared) => prepared,
+            // The card is as it was: the other configurations can go on.
+            Err(error) => {
+                row.answer = Err(format!("{:#}", anyhow::Error::from(error)));
+                return Ok(row);
+            }
+        };
+        (row.num_regs, row.local_bytes) =
+            (prepared.kernel.num_regs(), prepared.kernel.local_bytes());
+        let mut needs = (0, 0);
         for plan in select::plans(&choice.config, problem, choice.stripe) {
-            grid = plan.grid;
+            row.grid = plan.grid;
             needs = (needs.0.max(plan.scratch_bytes), needs.1.max(plan.num_locks));
         }
         let workspace = self.gemm.workspace_of(needs.0, needs.1)?;
         let launch = |idx: usize, stream: Stream| {
-            let Operands { .. } = cell.operands;
             let (a, c) = (cell.operands.a(), cell.operands.c());
             let weight = cell.operands.weight(idx);
             self.gemm.matmul_with(&prepared, a, weight, c, problem.m, &workspace, stream)?;
@@ -311,32 +339,20 @@ impl<'a> Bench<'a> {
         let limit = error_limit(&prepared);
         cell.operands.poison()?;
         self.timer.once(&launch)?;
-        let mut answer = cell.operands.check(m, cell.reference, limit)?;
-        let mut timing = None;
-        if answer.is_ok() && !self.args.check_only {
+        row.answer = cell.operands.check(m, cell.reference, limit)?;
+        if row.answer.is_ok() && !self.args.check_only {
             cell.operands.poison()?;
-            timing = Some(self.timer.time(&launch)?);
-            answer = cell.operands.check(m, cell.reference, limit)?;
+            row.timing = Some(self.timer.time(&launch)?);
+            row.answer = cell.operands.check(m, cell.reference, limit)?;
         }
-        if let (Ok(_), Some(locks)) = (&answer, workspace.locks_ptr()) {
+        if let (Ok(_), Some(locks)) = (&row.answer, workspace.locks_ptr()) {
             let mut bytes = vec![0; 4 * needs.1 as usize];
             self.gpu.download(locks, &mut bytes)?;
             if bytes.iter().any(|byte| *byte != 0) {
-                answer = Err("locks are not zero afterwards".to_owned());
+                row.answer = Err("locks are not zero afterwards".to_owned());
             }
         }
-        Ok(Row {
-            shape: cell.shape.clone(),
-            m: problem.m,
-            weight_bytes: cell.weight_bytes,
-            choice,
-            grid,
-            num_regs: prepared.kernel.num_regs(),
-            local_bytes: prepared.kernel.local_bytes(),
-            answer,
-            timing,
-            ceiling: cell.ceiling,
-        })
+        Ok(row)
     }
 }
 

@@ -11,6 +11,7 @@ use makaira::gemm::{Gemm, Matrix, Weight};
 use makaira::weights::PackedWeights;
 
 use super::layer::Reference;
+use super::timer::MAX_LAUNCHES;
 
 /// A NaN that no arithmetic gives.
 const POISON: u16 = 0x7e5a;
@@ -32,7 +33,7 @@ pub struct Operands {
 }
 
 impl Operands {
-    /// Uploads at least `min_copies` copies of a weight, and activations of some rows.
+    /// Uploads a weight, as often as rotation demands or once, and activations of some rows.
     ///
     /// # Errors
     /// If the device has too little memory.
@@ -44,8 +45,11 @@ impl Operands {
     ) -> Result<Self, makaira::gemm::Error> {
         let backend = gemm.backend().clone();
         let (n, k) = (packed.layout().n, packed.layout().k);
-        let num_copies =
-            if rotate { ROTATED_BYTES.div_ceil(packed.bytes().len()).max(2) } else { 1 };
+        let num_copies = if rotate {
+            ROTATED_BYTES.div_ceil(packed.bytes().len()).clamp(2, MAX_LAUNCHES)
+        } else {
+            1
+        };
         let weights = (0..num_copies).map(|_| gemm.upload(packed)).collect::<Result<_, _>>()?;
         let c_elements = a.len() / k * n + 2 * CANARIES;
         let operands = Self {

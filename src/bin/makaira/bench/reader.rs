@@ -182,7 +182,10 @@ fn build(variant: Variant, num_ctas: u32, target: SmArch) -> Module {
         a.when(wanted, |a| a.red_relaxed_gpu_global_add_u32(sum, sums[0]));
         a.exit();
     });
-    a.finish(&format!("reader_{variant}_g{num_ctas}"), target, threads, ctas_per_sm)
+    // 32 registers hold four loads and the addresses, 64 hold eight.
+    let resident_threads = if unroll <= 4 { 2048 } else { 1024 };
+    let min_ctas = ctas_per_sm.min(resident_threads / threads);
+    a.finish(&format!("reader_{variant}_g{num_ctas}"), target, threads, min_ctas)
 }
 
 #[cfg(test)]

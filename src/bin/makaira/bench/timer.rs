@@ -13,6 +13,8 @@ use makaira::driver::{CaptureMode, Context, Event, GraphExec, Stream};
 
 /// Length of a graph, in microseconds.
 const GRAPH_US: f64 = 2500.0;
+/// Most launches of a graph.
+pub const MAX_LAUNCHES: usize = 512;
 /// Length of the replays before the timed ones, in microseconds.
 const WARM_US: f64 = 15000.0;
 const NUM_REPLAYS: usize = 7;
@@ -76,7 +78,7 @@ impl Timer {
         let probe = self.graph(16, launch)?;
         self.replays(&probe, 1)?;
         let guess = self.replays(&probe, 3)?[1] / 16.0;
-        let num_launches = ((GRAPH_US / guess) as usize).clamp(4, 512);
+        let num_launches = ((GRAPH_US / guess) as usize).clamp(4, MAX_LAUNCHES);
         let graph = self.graph(num_launches, launch)?;
         let warm = (WARM_US / (guess * num_launches as f64)).ceil() as usize;
         let mut us = [0.0; 2];
@@ -96,9 +98,7 @@ impl Timer {
         let graph = self.stream.capture(CaptureMode::Relaxed, |stream| {
             (0..num_launches).try_for_each(|idx| launch(idx, stream.into()))
         })?;
-        let exec = graph.instantiate()?;
-        exec.upload(self.stream.borrow())?;
-        Ok(exec)
+        Ok(graph.instantiate()?)
     }
 
     /// Microseconds of each of `count` replays, one right after the other.
