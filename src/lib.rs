@@ -10,5 +10,6 @@ pub mod gemm;
 pub mod jit;
 pub mod kernel;
 pub mod layout;
+pub mod reference;
 pub mod target;
 pub mod weights;

@@ -1,0 +1,254 @@
+//! One layer, packed and uploaded, and its products checked.
+//!
+//! The output starts as NaNs, in 16 rows more before and after than the product has; whatever the kernel
+//! leaves unwritten or writes beside its rows is found. The reference is decoded element by element from the
+//! checkpoint's own order, so that it shares nothing with the packer.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use half::f16;
+use makaira::backend::{DevicePtr, Stream};
+use makaira::emu::LaunchReport;
+use makaira::gemm::{Gemm, Matrix, Prepared, Weight};
+use makaira::kernel::{Problem, select};
+use makaira::reference::{self, Errors, Reference, Tolerance};
+use makaira::weights::{PackedWeights, QuantMatrix, default_threads};
+use serde_json::{Value, json};
+
+use crate::device::Device;
+use crate::problem::dense_rows;
+
+/// A NaN that no kernel writes.
+const POISON: u16 = 0x7d5a;
+/// Rows that nobody may write, before the output and after it.
+const CANARY_ROWS: usize = 16;
+
+/// A layer on a device.
+pub struct Trial<'d> {
+    device: &'d Device,
+    gemm: Gemm,
+    weight: Weight,
+    /// The decoded weights, `[n][k]`.
+    decoded: Vec<f32>,
+    /// Bytes of the packed weight.
+    pub packed_bytes: usize,
+    /// What packing took.
+    pub pack_time: Duration,
+}
+
+/// Values to compare with besides the f64 reference.
+pub struct Golden {
+    /// Activations, `[rows][k]`.
+    pub x: Vec<f16>,
+    /// Products `[rows][n]` with weights rounded to fp16.
+    pub y: Vec<f32>,
+}
+
+/// A comparison of one product.
+pub struct Check {
+    /// With what.
+    pub against: &'static str,
+    /// How far apart they are.
+    pub errors: Errors,
+}
+
+/// One product.
+pub struct Outcome {
+    /// Rows of the product.
+    pub m: usize,
+    /// Where the activations came from.
+    pub input: &'static str,
+    /// The kernel and stripe length.
+    pub choice: select::Choice,
+    /// CTAs of the first launch.
+    pub grid: [u32; 2],
+    /// Time to emit and load the kernel, if that was done now.
+    pub load_time: Duration,
+    /// Wall time of the product, launch and wait included.
+    pub run_time: Duration,
+    /// The comparisons.
+    pub checks: Vec<Check>,
+    /// The emulator's figures.
+    pub report: Option<LaunchReport>,
+}
+
+impl<'d> Trial<'d> {
+    /// Packs a layer and uploads it.
+    pub fn new(device: &'d Device, matrix: &QuantMatrix<'_>) -> anyhow::Result<Self> {
+        let start = Instant::now();
+        let packed = PackedWeights::pack(matrix, default_threads())?;
+        let pack_time = start.elapsed();
+        let gemm = Gemm::new(device.backend.clone());
+        let weight = gemm.upload(&packed)?;
+        let decoded = reference::decode(matrix);
+        let packed_bytes = packed.bytes().len();
+        Ok(Self { device, gemm, weight, decoded, packed_bytes, pack_time })
+    }
+
+    /// The product of `x`, `[m][k]`, with the layer, compared with the f64 reference and with `golden`,
+    /// `[m][n]`.
+    pub fn product(
+        &self,
+        input: &'static str,
+        x: &[f16],
+        golden: Option<&[f32]>,
+    ) -> anyhow::Result<Outcome> {
+        let (n, k) = (self.weight.layout().n, self.weight.layout().k);
+        let m = x.len() / k;
+        let rows = dense_rows(n as u32, k as u32);
+        let group = self.weight.layout().group;
+        let problem = Problem { m: m as u64, n: n as u32, k: k as u32, group, rows };
+        let choice = select::choose(&problem, self.device.backend.device())?;
+        let start = Instant::now();
+        let prepared = self.gemm.prepare_choice(choice)?;
+        let load_time = start.elapsed();
+        let (c, run_time) = self.run(&prepared, &problem, x)?;
+        let reference = Reference::new(x, &self.decoded, k);
+        let tolerance = Tolerance::of(&choice.config, k);
+        let mut checks = vec![Check { against: "f64", errors: reference.compare(&c, tolerance) }];
+        if let Some(golden) = golden {
+            let reference = reference.with_values(golden.iter().map(|y| f64::from(*y)).collect());
+            let errors = reference.compare(&c, tolerance.with_rounded_weights());
+            checks.push(Check { against: "golden", errors });
+        }
+        let plan = select::plans(&choice.config, &problem, choice.stripe).next();
+        let grid = plan.context("a product of at least one row has a launch")?.grid;
+        let report = self.device.emu.as_ref().and_then(|emu| emu.last_report());
+        Ok(Outcome { m, input, choice, grid, load_time, run_time, checks, report })
+    }
+
+    /// The product between canaries.
+    fn run(
+        &self,
+        prepared: &Prepared,
+        problem: &Problem,
+        x: &[f16],
+    ) -> anyhow::Result<(Vec<f16>, Duration)> {
+        let backend = &self.device.backend;
+        let (m, n, k) = (problem.m as usize, problem.n as usize, problem.k as usize);
+        let (mut scratch, mut locks) = (0, 0);
+        for plan in select::plans(&prepared.choice.config, problem, prepared.choice.stripe) {
+            scratch = scratch.max(plan.scratch_bytes);
+            locks = locks.max(plan.num_locks);
+        }
+        let workspace = self.gemm.workspace_of(scratch, locks)?;
+        let a = Buffer::new(self.device, bytemuck::cast_slice(x))?;
+        let mut out = vec![POISON; (m + 2 * CANARY_ROWS) * n];
+        let c = Buffer::new(self.device, bytemuck::cast_slice(&out))?;
+        let first = CANARY_ROWS * n;
+        let start = Instant::now();
+        self.gemm.matmul_with(
+            prepared,
+            Matrix { ptr: a.ptr, stride: k as u64 },
+            &self.weight,
+            Matrix { ptr: c.ptr.offset(2 * first as u64), stride: n as u64 },
+            m as u64,
+            &workspace,
+            Stream::default(),
+        )?;
+        backend.synchronize(Stream::default())?;
+        let run_time = start.elapsed();
+        backend.download(c.ptr, bytemuck::cast_slice_mut(&mut out))?;
+        let inside = first..first + m * n;
+        let canaries = out[..inside.start].iter().chain(&out[inside.end..]);
+        let touched = canaries.filter(|bits| **bits != POISON).count();
+        if touched > 0 {
+            bail!(
+                "{} wrote {touched} elements before or after its {m} rows",
+                prepared.choice.config
+            );
+        }
+        Ok((out[inside].iter().map(|bits| f16::from_bits(*bits)).collect(), run_time))
+    }
+}
+
+/// Device memory, freed when dropped.
+struct Buffer<'d> {
+    device: &'d Device,
+    ptr: DevicePtr,
+}
+
+impl<'d> Buffer<'d> {
+    fn new(device: &'d Device, bytes: &[u8]) -> anyhow::Result<Self> {
+        let ptr = device.backend.alloc(bytes.len() as u64)?;
+        let buffer = Self { device, ptr };
+        device.backend.upload(ptr, bytes)?;
+        Ok(buffer)
+    }
+}
+
+impl Drop for Buffer<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.device.backend.free(self.ptr) {
+            log::debug!("freeing a buffer: {error}");
+        }
+    }
+}
+
+impl Outcome {
+    /// Whether every comparison is within its bound.
+    pub fn is_ok(&self) -> bool {
+        self.checks.iter().all(|check| check.errors.is_ok())
+    }
+
+    /// The outcome as lines of text.
+    pub fn lines(&self) -> Vec<String> {
+        let [x, y] = self.grid;
+        let mut lines = vec![format!(
+            "m {:<7} {}, stripes of {} x 128 inputs, grid {x} x {y}",
+            self.m, self.choice.config, self.choice.stripe
+        )];
+        for Check { against, errors } in &self.checks {
+            let verdict = if errors.is_ok() { "ok" } else { "WRONG" };
+            let what = format!("{} inputs against {against}", self.input);
+            lines.push(format!("  {what:<29} {errors}: {verdict}"));
+        }
+        if let Some(report) = &self.report {
+            lines.push(format!(
+                "  emulated in {:.1?}: {} warp instructions, {} shared wavefronts, {} more for bank \
+                 conflicts",
+                self.run_time,
+                report.total.warp_instructions,
+                report.total.shared_wavefronts,
+                report.total.conflict_wavefronts
+            ));
+        }
+        lines
+    }
+
+    /// The outcome for programs.
+    pub fn to_json(&self) -> Value {
+        let checks = self.checks.iter().map(|Check { against, errors }| {
+            json!({
+                "against": against,
+                "max_abs": errors.max_abs,
+                "max_of_bound": errors.max_of_bound,
+                "rel_frobenius": errors.rel_frobenius,
+                "rel_frobenius_limit": errors.rel_frobenius_limit,
+                "num_outside": errors.num_outside,
+                "ok": errors.is_ok(),
+            })
+        });
+        let report = self.report.as_ref().map(|report| {
+            json!({
+                "warp_instructions": report.total.warp_instructions,
+                "lane_instructions": report.total.lane_instructions,
+                "shared_wavefronts": report.total.shared_wavefronts,
+                "conflict_wavefronts": report.total.conflict_wavefronts,
+            })
+        });
+        json!({
+            "m": self.m,
+            "input": self.input,
+            "config": self.choice.config.to_string(),
+            "stripe": self.choice.stripe,
+            "grid": self.grid,
+            "load_ms": self.load_time.as_secs_f64() * 1e3,
+            "run_ms": self.run_time.as_secs_f64() * 1e3,
+            "checks": checks.collect::<Vec<_>>(),
+            "emulator": report,
+            "ok": self.is_ok(),
+        })
+    }
+}
