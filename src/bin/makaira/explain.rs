@@ -9,11 +9,12 @@ use makaira::target::DeviceSpec;
 use makaira::weights::{Group, PackedLayout};
 use serde_json::{Value, json};
 
-use crate::output::{Format, bytes};
+use crate::output::{Format, bytes, count};
 use crate::{device, problem};
 
 /// Arguments of `explain`.
 #[derive(Debug, clap::Args)]
+#[command(group(clap::ArgGroup::new("what").required(true).args(["m"])))]
 pub struct Args {
     #[command(flatten)]
     problem: problem::ProblemArgs,
@@ -147,10 +148,9 @@ fn text(
         "problem    {problem}\n\
          device     {device}\n\
          choice     {config}, the cheapest of {num_choices}\n\
-         tile       {tile_m} rows x {tile_n} outputs; {warps_k} team(s) of {warps_n} warp(s), {threads} \
-         threads, {per_warp} outputs a warp\n\
+         tile       {tile_m} rows x {tile_n} outputs; {teams} of {warps}, {threads} threads, {per_warp} outputs a warp\n\
          pipeline   {stages} stages of 128 inputs a team, {smem} of shared memory a CTA of {smem_limit}\n\
-         in flight  {in_flight} an SM: {ctas_per_sm} CTA(s), {ahead} stage(s) ahead\n\
+         in flight  {in_flight} an SM: {ctas}, {ahead} ahead\n\
          stripes    {stripe} of the {runs} runs ({num_tiles} tiles of {k_tiles}) a CTA; grid {grid_x} x \
          {grid_y} on {slots} slots{launches}\n\
          reduction  {reduction}\n\
@@ -163,7 +163,10 @@ fn text(
         smem = bytes(figures.smem_bytes.into()),
         smem_limit = bytes(spec.smem_per_cta_bytes.into()),
         in_flight = bytes(figures.in_flight_bytes),
-        ahead = stages - 1,
+        teams = count(warps_k as usize, "team"),
+        warps = count(warps_n as usize, "warp"),
+        ctas = count(ctas_per_sm as usize, "CTA"),
+        ahead = count(stages as usize - 1, "stage"),
         runs = u64::from(num_tiles) * u64::from(k_tiles),
     )
 }

@@ -8,13 +8,13 @@ use makaira::weights::Group;
 #[derive(Debug, clap::Args)]
 pub struct ProblemArgs {
     /// Rows of the activations: the batch.
-    #[arg(long)]
+    #[arg(long, requires_all = ["n", "k"])]
     pub m: Option<u64>,
     /// Outputs of the layer.
-    #[arg(long)]
+    #[arg(long, requires = "m")]
     pub n: Option<u32>,
     /// Inputs of the layer.
-    #[arg(long)]
+    #[arg(long, requires = "m")]
     pub k: Option<u32>,
     /// Inputs that share a scale: -1 (all of a column), 32, 64 or 128.
     #[arg(long, default_value_t = 128, allow_negative_numbers = true)]

@@ -28,9 +28,9 @@ pub const GOLDENS: &[&str] = &[
 
 /// Arguments of `ptx`.
 #[derive(Debug, clap::Args)]
+#[command(group(clap::ArgGroup::new("what").required(true).args(["config", "m", "all"])))]
 pub struct Args {
     /// A configuration's name, instead of a problem.
-    #[arg(conflicts_with_all = ["m", "n", "k", "all"], required_unless_present_any = ["m", "all"])]
     config: Option<Config>,
     #[command(flatten)]
     problem: problem::ProblemArgs,
@@ -47,7 +47,7 @@ pub struct Args {
     #[arg(short, long, value_name = "FILE", conflicts_with = "all")]
     output: Option<PathBuf>,
     /// Write every configuration of the golden set to a file of its name in this folder.
-    #[arg(long, value_name = "FOLDER", conflicts_with = "m")]
+    #[arg(long, value_name = "FOLDER")]
     all: Option<PathBuf>,
     #[command(flatten)]
     format: Format,

@@ -51,6 +51,10 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         true => checkpoint.layers().iter().map(|layer| layer.name.as_str()).collect(),
         false => args.layer.iter().map(String::as_str).collect(),
     };
+    // Every layer is looked at before any is run.
+    for name in &names {
+        checkpoint.layer(name)?;
+    }
     let seed = args.seed.unwrap_or_else(Random::fresh_seed);
     let device = Device::open(&args.device)?;
     format.line(format!("device    {}", device.title()))?;

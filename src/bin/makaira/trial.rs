@@ -67,6 +67,10 @@ pub struct Outcome {
     pub load_time: Duration,
     /// Wall time of the product, launch and wait included.
     pub run_time: Duration,
+    /// Registers a thread, where the backend knows.
+    pub num_regs: Option<u32>,
+    /// Bytes of local memory a thread (spills), where the backend knows.
+    pub local_bytes: Option<u32>,
     /// The comparisons.
     pub checks: Vec<Check>,
     /// The emulator's figures.
@@ -115,7 +119,20 @@ impl<'d> Trial<'d> {
         let plan = select::plans(&choice.config, &problem, choice.stripe).next();
         let grid = plan.context("a product of at least one row has a launch")?.grid;
         let report = self.device.emu.as_ref().and_then(|emu| emu.last_report());
-        Ok(Outcome { m, input, choice, grid, load_time, run_time, checks, report })
+        let kernel = &prepared.kernel;
+        let (num_regs, local_bytes) = (kernel.num_regs(), kernel.local_bytes());
+        Ok(Outcome {
+            m,
+            input,
+            choice,
+            grid,
+            load_time,
+            run_time,
+            num_regs,
+            local_bytes,
+            checks,
+            report,
+        })
     }
 
     /// The product between canaries.
@@ -202,7 +219,14 @@ impl Outcome {
         for Check { against, errors } in &self.checks {
             let verdict = if errors.is_ok() { "ok" } else { "WRONG" };
             let what = format!("{} inputs against {against}", self.input);
-            lines.push(format!("  {what:<29} {errors}: {verdict}"));
+            lines.push(format!("  {what:<31} {errors}: {verdict}"));
+        }
+        if let (Some(num_regs), Some(local_bytes)) = (self.num_regs, self.local_bytes) {
+            lines.push(format!(
+                "  loaded in {:.1?}, run in {:.1?}; {num_regs} registers a thread, {local_bytes} bytes of \
+                 local memory",
+                self.load_time, self.run_time
+            ));
         }
         if let Some(report) = &self.report {
             lines.push(format!(
@@ -245,6 +269,8 @@ impl Outcome {
             "stripe": self.choice.stripe,
             "grid": self.grid,
             "load_ms": self.load_time.as_secs_f64() * 1e3,
+            "num_regs": self.num_regs,
+            "local_bytes": self.local_bytes,
             "run_ms": self.run_time.as_secs_f64() * 1e3,
             "checks": checks.collect::<Vec<_>>(),
             "emulator": report,
