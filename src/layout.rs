@@ -45,7 +45,9 @@ pub fn f16_from_f64(value: f64) -> half::f16 {
     }
     // The last place of the result: 2^-24 among subnormals, else 2^(exponent - 10).
     let exponent = ((magnitude.to_bits() >> 52) as i32 - 1023).max(-14);
-    let units = (magnitude * 2f64.powi(10 - exponent)).round_ties_even();
+    let per_unit = f64::from_bits(((1023 + 10 - exponent) as u64) << 52);
+    // Adding 2^52 leaves no place for a fraction: rounds to nearest even, without a library call.
+    let units = (magnitude * per_unit + 4_503_599_627_370_496.0) - 4_503_599_627_370_496.0;
     // `units` has the hidden bit in place, so adding it to the exponent field carries as it should.
     let bits = (((exponent + 14) as u32) << 10) + units as u32;
     half::f16::from_bits(sign | bits as u16)

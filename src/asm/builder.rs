@@ -79,7 +79,7 @@ impl Stream {
 pub struct Asm {
     items: Vec<Item>,
     params: Vec<Param>,
-    num_regs: [u32; Class::ALL.len()],
+    pub(super) num_regs: [u32; Class::ALL.len()],
     num_labels: u32,
     sections: Vec<String>,
     path: Vec<u32>,
@@ -228,6 +228,12 @@ impl Asm {
     /// Number of instructions so far.
     pub fn num_instructions(&self) -> usize {
         self.items.iter().filter(|item| matches!(item, Item::Inst(_))).count()
+    }
+
+    /// Appends an instruction that was made as data; one row's own method is the usual way.
+    #[track_caller]
+    pub fn emit(&mut self, inst: impl Into<Inst>) {
+        self.push(inst.into());
     }
 
     #[track_caller]

@@ -16,10 +16,14 @@ pub mod isa;
 pub mod module;
 pub mod print;
 pub mod reg;
+#[cfg(test)]
+mod test_machine;
 pub mod types;
+pub mod verify;
 pub mod weave;
 
 pub use builder::{Asm, Stream};
 pub use module::Module;
 pub use print::PrintOptions;
+pub use verify::{Diagnostic, Diagnostics, Rule};
 pub use weave::Pattern;

@@ -10,6 +10,7 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Add;
 
+use super::builder::Asm;
 use super::types::{B32, B64, Class, Cmp, F32, RegClass, Special};
 
 /// A virtual register of class `C`.
@@ -52,6 +53,13 @@ pub struct AnyReg {
     pub id: u32,
 }
 
+impl AnyReg {
+    /// The register with its class in the type, `None` if it is of another class.
+    pub fn typed<C: RegClass>(self) -> Option<Reg<C>> {
+        (self.class == C::CLASS).then(|| Reg::new(self.id))
+    }
+}
+
 impl fmt::Display for AnyReg {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "%{}{}", self.class.prefix(), self.id)
@@ -88,6 +96,10 @@ pub trait Operand: fmt::Display {
     fn places(&self, _f: &mut dyn FnMut(Place)) {}
     /// The label that the operand names.
     fn label(&self) -> Option<Label> {
+        None
+    }
+    /// The entry parameter that the operand names.
+    fn param(&self) -> Option<Param> {
         None
     }
 }
@@ -370,4 +382,48 @@ macro_rules! plain_operand {
         }
     )*};
 }
-plain_operand!(Param, Imm, Cmp, Special);
+plain_operand!(Imm, Cmp, Special);
+
+impl Operand for Param {
+    fn registers(&self, _f: &mut dyn FnMut(AnyReg, Role)) {}
+    fn param(&self) -> Option<Param> {
+        Some(*self)
+    }
+}
+
+/// An operand that can be made up, see [`crate::asm::isa::Row::example`].
+pub trait Example {
+    /// An operand with fresh registers; `pick(n)` chooses a number below `n`.
+    fn example(asm: &mut Asm, pick: &mut dyn FnMut(u32) -> u32) -> Self;
+}
+
+macro_rules! examples {
+    ($([$($C:ident)?] $Name:ty: |$asm:pat_param, $pick:pat_param| $value:expr;)*) => {$(
+        impl$(<$C: RegClass>)? Example for $Name {
+            fn example($asm: &mut Asm, $pick: &mut dyn FnMut(u32) -> u32) -> Self {
+                $value
+            }
+        }
+    )*};
+}
+examples! {
+    [C] Out<C>: |asm, _| Out(asm.reg());
+    [C] Use<C>: |asm, _| Use(asm.reg());
+    [C] InOut<C>: |asm, _| InOut(asm.reg());
+    [C] In<C>: |asm, pick| match pick(2) {
+        0 => In::Reg(asm.reg()),
+        _ => In::Imm(C::to_bits(C::from_bits(u64::from(pick(1 << 16)) << pick(49)))),
+    };
+    [] SharedAddr: |asm, _| asm.reg::<B32>().into();
+    [] GlobalAddr: |asm, _| asm.reg::<B64>().into();
+    [] Label: |asm, _| asm.label("next");
+    [] Param: |asm, _| asm.param_u32("value");
+    [] Imm: |_, pick| Imm(pick(256));
+    [] Cmp: |_, pick| Cmp::ALL[pick(Cmp::ALL.len() as u32) as usize];
+    [] Special: |_, pick| Special::ALL[pick(Special::ALL.len() as u32) as usize];
+}
+impl<T: Example, const N: usize> Example for Vector<T, N> {
+    fn example(asm: &mut Asm, pick: &mut dyn FnMut(u32) -> u32) -> Self {
+        Vector(std::array::from_fn(|_| T::example(asm, pick)))
+    }
+}

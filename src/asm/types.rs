@@ -143,6 +143,9 @@ pub enum Cmp {
 }
 
 impl Cmp {
+    /// All of them.
+    pub const ALL: [Cmp; 6] = [Cmp::Eq, Cmp::Ne, Cmp::Lt, Cmp::Le, Cmp::Gt, Cmp::Ge];
+
     /// Whether `a cmp b` holds.
     pub fn holds<T: PartialOrd>(self, a: T, b: T) -> bool {
         match self {
@@ -180,6 +183,19 @@ pub enum Special {
     NctaidX,
     NctaidY,
     Laneid,
+}
+
+impl Special {
+    /// All of them.
+    pub const ALL: [Special; 7] = [
+        Special::TidX,
+        Special::NtidX,
+        Special::CtaidX,
+        Special::CtaidY,
+        Special::NctaidX,
+        Special::NctaidY,
+        Special::Laneid,
+    ];
 }
 
 impl fmt::Display for Special {

@@ -55,8 +55,11 @@ pub enum EmuError {
         /// The arguments.
         given: String,
     },
-    /// The grid is empty or beyond what is launched.
-    #[error("{module} launched with a grid of ({x}, {y}); each must be 1 to 65535")]
+    /// The grid is empty or beyond what is kept resident.
+    #[error(
+        "{module} launched with a grid of ({x}, {y}); each must be at least 1 and their product at \
+         most {MAX_CTAS}: all CTAs are resident"
+    )]
     Grid {
         /// The entry's name.
         module: String,
@@ -68,6 +71,19 @@ pub enum EmuError {
     /// The kernel was loaded by another backend.
     #[error("kernel {0} was not loaded by an emulator; load its module here")]
     ForeignKernel(String),
+}
+
+/// Most CTAs of a launch.
+const MAX_CTAS: u64 = 1 << 16;
+/// Most threads of a CTA. Source: CUDA C++ Programming Guide, "Compute Capabilities".
+const MAX_THREADS: u32 = 1024;
+
+fn check_threads(module: &str, threads: u32) -> Result<(), EmuError> {
+    if (1..=MAX_THREADS).contains(&threads) {
+        return Ok(());
+    }
+    let (module, what) = (module.to_owned(), "threads per CTA, at least 1");
+    Err(EmuError::TooLarge { module, what, asked: threads, limit: MAX_THREADS })
 }
 
 /// A kernel that the emulator has loaded.
@@ -94,7 +110,9 @@ impl EmuKernel {
         options: &Options,
     ) -> Result<LaunchReport, EmuError> {
         let module = || self.program.name.clone();
-        if grid.iter().any(|size| !(1..=65535).contains(size)) {
+        check_threads(&self.program.name, self.program.threads)?;
+        let num_ctas = u64::from(grid[0]) * u64::from(grid[1]);
+        if !(1..=MAX_CTAS).contains(&num_ctas) {
             return Err(EmuError::Grid { module: module(), x: grid[0], y: grid[1] });
         }
         let values: Option<Vec<u64>> = (self.program.params.len() == args.len())
@@ -224,9 +242,7 @@ impl EmuBackend {
         }
         let too_large =
             |what, asked, limit| EmuError::TooLarge { module: name(), what, asked, limit };
-        if !(1..=1024).contains(&entry.threads) {
-            return Err(too_large("threads per CTA", entry.threads, 1024));
-        }
+        check_threads(&entry.name, entry.threads)?;
         let (smem, limit) = (entry.smem.bytes(), self.device.smem_per_cta_bytes);
         if smem > limit {
             return Err(too_large("bytes of shared memory", smem, limit));

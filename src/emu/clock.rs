@@ -7,7 +7,7 @@
 //! A thread's epoch ends when it publishes (barrier, release, fence): later accesses are not covered.
 //! Source: PTX ISA, "Memory Consistency Model" (causality order, release and acquire patterns).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 /// The access was made by an atomic operation.
@@ -122,6 +122,43 @@ impl EpochsRef<'_> {
 fn raise(known: &mut Epochs, epochs: &Epochs) {
     for (known, epoch) in known.iter_mut().zip(epochs) {
         *known = (*known).max(*epoch);
+    }
+}
+
+/// What atomic writes have published, by address of the word.
+#[derive(Debug, Default)]
+pub(super) struct Words {
+    published: HashMap<u64, Arc<Knowledge>>,
+    /// Lowest and highest address, to pass over ordinary stores elsewhere at once.
+    span: Option<(u64, u64)>,
+}
+
+impl Words {
+    /// What the word at `addr` carries.
+    pub fn get(&self, addr: u64) -> Option<&Arc<Knowledge>> {
+        self.published.get(&addr)
+    }
+
+    /// An atomic write leaves `word` at `addr`.
+    pub fn set(&mut self, addr: u64, word: Option<Arc<Knowledge>>) {
+        let Some(word) = word else {
+            self.published.remove(&addr);
+            return;
+        };
+        let (low, high) = self.span.unwrap_or((addr, addr));
+        self.span = Some((low.min(addr), high.max(addr)));
+        self.published.insert(addr, word);
+    }
+
+    /// An ordinary store of `size` bytes ends what earlier flags in its words published.
+    #[inline]
+    pub fn overwrite(&mut self, addr: u64, size: u64) {
+        let Some((low, high)) = self.span else { return };
+        if addr <= high && addr + size > low {
+            for word in (addr & !3..addr + size).step_by(4) {
+                self.published.remove(&word);
+            }
+        }
     }
 }
 

@@ -6,12 +6,10 @@
 //! (deadlock), or running without writing anything (no progress), or out of steps.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
-use std::sync::Arc;
 
 use super::async_ops::Flights;
 use super::banks::Banks;
-use super::clock::{Knowledge, Threads};
+use super::clock::{Threads, Words};
 use super::machine::{CtaState, Executor, Pause, Stop};
 use super::memory::{Bytes, Memory};
 use super::program::Program;
@@ -31,7 +29,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { seed: None, max_steps: 1 << 32, max_idle_steps: 4 << 20 }
+        Self { seed: None, max_steps: 1 << 28, max_idle_steps: 4 << 20 }
     }
 }
 
@@ -41,7 +39,7 @@ pub(super) struct Launch<'a> {
     pub grid: [u32; 2],
     pub args: &'a [u64],
     /// What atomic writes have published, by address of the word.
-    pub words: RefCell<HashMap<u64, Arc<Knowledge>>>,
+    pub words: RefCell<Words>,
 }
 
 impl Launch<'_> {
@@ -136,7 +134,7 @@ impl Cta {
         }
         let arrived = std::mem::take(&mut barrier.warps);
         for warp in &arrived {
-            self.warps[*warp].blocked = None;
+            self.warps[*warp].at_barrier = None;
         }
         let warps = &self.warps;
         let live = arrived.iter().flat_map(|warp| {
@@ -154,7 +152,7 @@ fn waiting(launch: &Launch<'_>, cta: u32, warp: &Warp) -> Option<Site> {
         return None;
     }
     let lane = warp.live.trailing_zeros();
-    let (pc, what) = match warp.blocked {
+    let (pc, what) = match warp.at_barrier {
         Some(pc) => (pc, "waiting"),
         None => (warp.pc_of(lane), "running"),
     };
@@ -226,7 +224,7 @@ fn turns(
             let first = random.as_mut().map_or(0, |random| random.next(num_warps as u32));
             for warp in (0..num_warps).map(|n| (n + first as usize) % num_warps) {
                 let state = &mut cta.warps[warp];
-                if state.live == 0 || state.blocked.is_some() {
+                if state.live == 0 || state.at_barrier.is_some() {
                     continue;
                 }
                 ran = true;

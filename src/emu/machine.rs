@@ -126,7 +126,7 @@ impl<'a> Executor<'a> {
                 self.warp.advance(group);
             }
             if let Some((id, threads)) = self.arrival.take() {
-                self.warp.blocked = Some(pc);
+                self.warp.at_barrier = Some(pc);
                 return Ok(Pause::Barrier { id, threads });
             }
         }

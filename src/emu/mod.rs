@@ -15,6 +15,27 @@
 //! open: an asynchronous copy may land at any moment before its wait, lanes of a warp are not in step, and
 //! memory holds no value until somebody writes one. A program without a fault here is free of these bugs
 //! for the inputs that were run, whatever the order in which the hardware runs its warps.
+//!
+//! ```
+//! use makaira::asm::{Asm, types::Special};
+//! use makaira::emu::{self, EmuError, FaultKind, Memory, Options};
+//! use makaira::target::SmArch;
+//!
+//! // Every thread writes its number to the same word of shared memory.
+//! let mut asm = Asm::new();
+//! asm.smem.region("word", 4, 4);
+//! let [tid, smem] = asm.regs();
+//! asm.mov_u32_special(tid, Special::TidX);
+//! asm.mov_u32_smem(smem);
+//! asm.section("race", |asm| asm.st_shared_b32(smem, tid));
+//! asm.exit();
+//! let module = asm.finish("racy", SmArch::baseline(80), 64, 1);
+//!
+//! let run = emu::run(&module, [1, 1], &[], &mut Memory::default(), &Options::default());
+//! let Err(EmuError::Fault(fault)) = run else { panic!("the race was not found") };
+//! assert_eq!(fault.kind, FaultKind::Race);
+//! println!("{fault}");
+//! ```
 
 mod async_ops;
 mod backend;

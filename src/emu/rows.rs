@@ -25,12 +25,12 @@ fn atomic_flag(order: Order) -> u16 {
 impl Machine for Executor<'_> {
     type Stop = Stop;
 
-    #[inline]
+    #[inline(always)]
     fn active(&self) -> u32 {
         self.active
     }
 
-    #[inline]
+    #[inline(always)]
     fn read(&mut self, lane: u32, reg: AnyReg) -> Result<u64, Stop> {
         let slot = self.launch.program.slot(reg);
         if self.warp.defined[slot] >> lane & 1 == 0 {
@@ -42,7 +42,7 @@ impl Machine for Executor<'_> {
         })
     }
 
-    #[inline]
+    #[inline(always)]
     fn write(&mut self, lane: u32, reg: AnyReg, bits: u64) {
         let slot = self.launch.program.slot(reg);
         self.warp.defined[slot] |= 1 << lane;
@@ -99,9 +99,10 @@ impl Machine for Executor<'_> {
                 self.touch_global(lane, access.addr, buf.len(), stamp)?;
                 self.read_global(lane, access.addr, buf)?;
                 if access.order != Order::Weak {
-                    let word = self.launch.words.borrow().get(&access.addr).cloned();
                     let thread = self.thread(lane);
-                    self.cta.threads.atomic_read(thread, word.as_ref(), acquires(access.order));
+                    let words = self.launch.words.borrow();
+                    let word = words.get(access.addr);
+                    self.cta.threads.atomic_read(thread, word, acquires(access.order));
                 }
                 Ok(())
             }
@@ -127,14 +128,10 @@ impl Machine for Executor<'_> {
                 if access.order != Order::Weak {
                     let thread = self.thread(lane);
                     let release = releases(access.order);
-                    match self.cta.threads.atomic_write(thread, None, release) {
-                        Some(word) => words.insert(access.addr, word),
-                        None => words.remove(&access.addr),
-                    };
-                } else if !words.is_empty() {
-                    // An ordinary store ends what earlier flags in these words published.
-                    let end = access.addr + buf.len() as u64;
-                    (access.addr..end).step_by(4).for_each(|word| drop(words.remove(&word)));
+                    let word = self.cta.threads.atomic_write(thread, None, release);
+                    words.set(access.addr, word);
+                } else {
+                    words.overwrite(access.addr, buf.len() as u64);
                 }
                 Ok(())
             }
@@ -164,11 +161,10 @@ impl Machine for Executor<'_> {
         self.write_global(lane, access.addr, &f(old).to_le_bytes())?;
         let thread = self.thread(lane);
         let mut words = self.launch.words.borrow_mut();
-        let word = words.get(&access.addr);
+        let word = words.get(access.addr);
         self.cta.threads.atomic_read(thread, word, acquires(access.order));
-        if let Some(word) = self.cta.threads.atomic_write(thread, word, releases(access.order)) {
-            words.insert(access.addr, word);
-        }
+        let word = self.cta.threads.atomic_write(thread, word, releases(access.order));
+        words.set(access.addr, word);
         Ok(old)
     }
 
@@ -226,10 +222,13 @@ impl Machine for Executor<'_> {
     fn barrier(&mut self, id: u32, threads: Option<u32>) -> Result<(), Stop> {
         let lane = self.active.trailing_zeros();
         let misuse = |what: String| {
-            let help = "barriers are numbered 0 to 15; the count is a positive multiple of 32 and \
-                        at most the CTA's threads";
+            let help = "barriers are numbered 0 to 15, all lanes of a warp name the same one; the \
+                        count is a positive multiple of 32 and at most the CTA's threads";
             self.fault(FaultKind::BarrierMisuse, lane, "arrived", what, help)
         };
+        if let Some((other, _)) = self.arrival {
+            return Err(misuse(format!("lanes of one warp name barriers {other} and {id}")));
+        }
         if id > 15 {
             return Err(misuse(format!("barrier {id} does not exist")));
         }

@@ -1,7 +1,9 @@
 //! A warp: registers, and which lanes run next.
 //!
 //! Every lane has its own place in the program. The lanes that are furthest behind run, together, so lanes
-//! that diverged meet again where their paths do. While all lanes are at one place only that place is kept.
+//! that diverged meet again where their paths do. A lane that spins on what a lane of its own warp further on
+//! would do therefore spins for ever, and is reported as such; the kernels that we emit wait for other warps
+//! only. While all lanes are at one place only that place is kept.
 
 use super::program::Program;
 
@@ -27,7 +29,7 @@ pub(super) struct Warp {
     pc: u32,
     pcs: [u32; 32],
     /// The CTA barrier at which the warp waits.
-    pub blocked: Option<u32>,
+    pub at_barrier: Option<u32>,
 }
 
 impl Warp {
@@ -44,7 +46,7 @@ impl Warp {
             together: true,
             pc: 0,
             pcs: [0; 32],
-            blocked: None,
+            at_barrier: None,
         }
     }
 

@@ -98,7 +98,7 @@ impl GpuBackend {
             arch: info.arch,
             isa: context.driver().ptx_ceiling().unwrap_or(crate::target::PtxIsa::new(7, 0)),
             num_sms: info.num_sms,
-            l2_bytes: u64::from(info.l2_bytes),
+            l2_bytes: info.l2_bytes,
             smem_per_cta_bytes: info.smem_per_cta_bytes,
         };
         Self { context, device, loader, line_info: false, allocations: Mutex::default() }

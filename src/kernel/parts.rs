@@ -143,42 +143,58 @@ pub struct Segment {
     pub k_tiles: Reg<B32>,
 }
 
-/// Emits the loop over the segments of this CTA's stripe around `body`, and the end of the thread.
-pub fn emit_stripe(a: &mut Asm, params: &Params, body: impl FnOnce(&mut Asm, &Segment)) {
-    let (segment, next, last, next_segment) = a.section("stripe", |a| {
-        let k_tiles = load_u32(a, params.k_tiles);
-        let stripe = load_u32(a, params.stripe);
-        let num_runs = load_u32(a, params.num_runs);
-        let multiplier = load_u32(a, params.k_tiles_magic);
-        let shift = load_u32(a, params.k_tiles_shift);
-        let [ctaid, num_ctas, stripe_idx, next, last] = a.regs();
-        a.mov_u32_special(ctaid, Special::CtaidX);
-        a.mov_u32_special(num_ctas, Special::NctaidX);
-        a.sub_u32(stripe_idx, num_ctas, ctaid);
-        a.sub_u32(stripe_idx, stripe_idx, 1);
-        a.mul_lo_u32(next, stripe_idx, stripe);
-        a.add_u32(last, next, stripe);
-        a.min_u32(last, last, num_runs);
-        let tile = emit_div(a, next, multiplier, shift);
-        let [begin, end] = a.regs();
-        let segment = Segment { stripe_idx, tile, begin, end, k_tiles };
-        let next_segment = a.label("segment");
-        a.bind(next_segment);
-        let first_run = a.reg();
-        a.mul_lo_u32(first_run, tile, k_tiles);
-        a.sub_u32(begin, next, first_run);
-        a.sub_u32(end, last, first_run);
-        a.min_u32(end, end, k_tiles);
-        a.add_u32(next, first_run, end);
-        (segment, next, last, next_segment)
-    });
-    body(a, &segment);
-    a.section("next segment", |a| {
-        a.add_u32(segment.tile, segment.tile, 1);
-        let more = a.test_u32(Cmp::Lt, next, last);
-        a.when(more, |a| a.bra(next_segment));
-        a.exit();
-    });
+/// What is left of a CTA's stripe after a segment.
+#[derive(Clone, Copy, Debug)]
+pub struct Stripe {
+    /// Runs of 128 inputs after the segment.
+    left: Reg<B32>,
+}
+
+/// Emits this CTA's stripe: its first segment and what follows it.
+pub fn emit_stripe(a: &mut Asm, params: &Params) -> (Stripe, Segment) {
+    let k_tiles = load_u32(a, params.k_tiles);
+    let stripe = load_u32(a, params.stripe);
+    let num_runs = load_u32(a, params.num_runs);
+    let multiplier = load_u32(a, params.k_tiles_magic);
+    let shift = load_u32(a, params.k_tiles_shift);
+    let [ctaid, num_ctas, stripe_idx, first, left, begin, end, before] = a.regs();
+    a.mov_u32_special(ctaid, Special::CtaidX);
+    a.mov_u32_special(num_ctas, Special::NctaidX);
+    a.sub_u32(stripe_idx, num_ctas, ctaid);
+    a.sub_u32(stripe_idx, stripe_idx, 1);
+    a.mul_lo_u32(first, stripe_idx, stripe);
+    a.sub_u32(left, num_runs, first);
+    a.min_u32(left, left, stripe);
+    let tile = emit_div(a, first, multiplier, shift);
+    a.mul_lo_u32(before, tile, k_tiles);
+    a.sub_u32(begin, first, before);
+    a.add_u32(end, begin, left);
+    a.min_u32(end, end, k_tiles);
+    a.add_u32(left, left, begin);
+    a.sub_u32(left, left, end);
+    (Stripe { left }, Segment { stripe_idx, tile, begin, end, k_tiles })
+}
+
+impl Stripe {
+    /// Emits the segment after `segment`: the start of the next tile, empty if nothing is left.
+    pub fn emit_next(&self, a: &mut Asm, segment: &Segment) -> Segment {
+        let [tile, begin, end] = a.regs();
+        a.add_u32(tile, segment.tile, 1);
+        a.mov_b32(begin, 0);
+        a.min_u32(end, self.left, segment.k_tiles);
+        a.sub_u32(self.left, self.left, end);
+        Segment { tile, begin, end, ..*segment }
+    }
+}
+
+impl Segment {
+    /// Emits `self = next` and whether there is such a segment.
+    pub fn emit_become(&self, a: &mut Asm, next: &Segment) -> Reg<Pred> {
+        a.mov_b32(self.tile, next.tile);
+        a.mov_b32(self.begin, next.begin);
+        a.mov_b32(self.end, next.end);
+        a.test_u32(Cmp::Ne, self.end, 0)
+    }
 }
 
 /// The accumulators of one warp: `[16-channel tile][8-row tile][4]`, fragments of `mma.m16n8k16` whose
@@ -218,8 +234,9 @@ fn warp_sums_bytes(config: &Config) -> u32 {
 /// Emits everything after the main loop: the teams' sums are added through shared memory, the CTAs' sums
 /// through scratch memory or the output, and the owner writes fp16.
 ///
-/// `region` is shared memory of [`epilogue_bytes`] that the main loop has finished with: this begins with
-/// a barrier and ends with one, so the ring may be refilled afterwards.
+/// `region` is shared memory of [`epilogue_bytes`] that the main loop has finished with once all its threads
+/// have: this begins with a barrier, unless they have `met` since, and ends with one, so the main loop may use
+/// it again afterwards.
 pub fn emit_epilogue(
     a: &mut Asm,
     config: &Config,
@@ -229,9 +246,12 @@ pub fn emit_epilogue(
     thread: &Thread,
     segment: &Segment,
     acc: &Accumulators,
+    met: bool,
 ) {
     a.section("partial sums to shared memory", |a| {
-        a.bar_sync(0);
+        if !met {
+            a.bar_sync(0);
+        }
         emit_store_fragments(a, config, region, smem, thread, segment, acc);
         a.bar_sync(0);
     });

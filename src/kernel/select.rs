@@ -11,12 +11,14 @@ use super::parts::{epilogue_bytes, magic};
 use super::problem::{Config, Plan, Problem, Reduction, Rows, Scaling};
 use super::{FAMILIES, KernelFamily};
 use crate::target::{DeviceSpec, SmArch};
-use crate::weights::Group;
+use crate::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES};
 
 /// Row tiles that one launch covers: the y dimension of a grid has 16 bits.
 const MAX_ROW_TILES: u64 = 65535;
 /// Strides up to here keep offsets inside a tile of 64 rows in 32 bits.
 pub const MAX_ROW_STRIDE_BYTES: u64 = u32::MAX as u64 / 64;
+/// Bytes of a packed tile with one group of scales.
+const TILE_BYTES: u32 = (CODE_BYTES_PER_TILE + SCALE_ROW_BYTES) as u32;
 /// Rows of C per CTA, by batch: see [`tile_m_for`].
 const TILE_MS: [u32; 8] = [1, 2, 4, 8, 16, 32, 48, 64];
 
@@ -132,44 +134,45 @@ pub fn tile_m_for(m: u64) -> u32 {
     TILE_MS.into_iter().find(|tile| u64::from(*tile) >= m).unwrap_or(64)
 }
 
-/// Every legal configuration of every family for a problem on a target, in the preferred numerics:
-/// single-precision reduction, no eviction policy.
+/// Bytes of weights in flight on an SM that the stream is given where shared memory allows: enough to cover
+/// the loaded latency of memory, and not so much that the first bytes wait for all the others.
+const IN_FLIGHT_BYTES: u32 = 64 << 10;
+
+/// Every configuration of every family that is worth considering for a problem on a target, in the
+/// preferred numerics: single-precision reduction, no eviction policy. The ring has as many slots as put
+/// [`IN_FLIGHT_BYTES`] in flight, or as many as fit.
 pub fn candidates(problem: &Problem, target: SmArch) -> Vec<Config> {
     let tile_m = tile_m_for(problem.m);
     let mut candidates = Vec::new();
     for family in FAMILIES {
-        for (warps_n, warps_k) in [1u32, 2, 4, 8]
-            .into_iter()
-            .flat_map(|n| [1u32, 2, 4, 8, 16].map(|k| (n, k)))
-            .filter(|(n, k)| (4..=16).contains(&(n * k)))
+        for (warps_n, warps_k) in [(1, 4), (2, 2), (4, 1), (1, 8), (2, 4), (4, 2), (8, 1)]
+            .map(|(n, k)| (n as u32, k as u32))
         {
-            for tiles_per_warp in [2, 4] {
-                for (stages, ctas_per_sm) in
-                    [2u32, 3, 4, 5, 6, 8].into_iter().flat_map(|s| [1u32, 2].map(|c| (s, c)))
-                {
-                    for scaling in [Scaling::Promote, Scaling::Fragment] {
-                        let config = Config {
-                            family: family.name(),
-                            format: "u4b8",
-                            group: problem.group,
-                            tile_m,
-                            tile_n: 16 * tiles_per_warp * warps_n,
-                            warps_n,
-                            warps_k,
-                            stages,
-                            ctas_per_sm,
-                            scaling,
-                            reduction: Reduction::F32,
-                            rows: problem.rows,
-                            evict_first: false,
-                        };
-                        // Without groups there is nothing to scale in the loop.
-                        let same =
-                            scaling == Scaling::Fragment && problem.group == Group::PerColumn;
-                        if !same && check(&config, target).is_ok() {
-                            candidates.push(config);
-                        }
+            for (tiles_per_warp, ctas_per_sm) in [(2u32, 1u32), (2, 2), (4, 1), (4, 2)] {
+                let slot_bytes = ctas_per_sm * warps_n * warps_k * tiles_per_warp * TILE_BYTES;
+                let stages = 1 + IN_FLIGHT_BYTES.div_ceil(slot_bytes).max(2);
+                for scaling in [Scaling::Promote, Scaling::Fragment] {
+                    // Without groups there is nothing to scale in the loop.
+                    if scaling == Scaling::Fragment && problem.group == Group::PerColumn {
+                        continue;
                     }
+                    let config = |stages| Config {
+                        family: family.name(),
+                        format: "u4b8",
+                        group: problem.group,
+                        tile_m,
+                        tile_n: 16 * tiles_per_warp * warps_n,
+                        warps_n,
+                        warps_k,
+                        stages,
+                        ctas_per_sm,
+                        scaling,
+                        reduction: Reduction::F32,
+                        rows: problem.rows,
+                        evict_first: false,
+                    };
+                    let legal = |config: &Config| check(config, target).is_ok();
+                    candidates.extend((2..=stages).rev().map(config).find(legal));
                 }
             }
         }
@@ -259,87 +262,148 @@ pub fn plans(
             grid: [num_stripes as u32, row_tiles as u32],
             stripe,
             scratch_bytes: if scratch { num_stripes * row_tiles * slot_bytes } else { 0 },
-            num_locks: if shares { tiling.num_tiles * row_tiles } else { 0 },
+            // In-place reduction asks its lock even where nobody else adds.
+            num_locks: if shares || config.reduction == Reduction::F16InPlace {
+                tiling.num_tiles * row_tiles
+            } else {
+                0
+            },
             first_row,
             num_rows: num_rows as u32,
         }
     })
 }
 
-/// The constants of the cost model for one architecture.
+/// The constants of the cost model.
 struct CostModel {
-    /// Bytes per microsecond that a kernel reads at best.
-    bytes_per_us: f64,
-    /// Clocks per microsecond of an SM under load.
-    clocks_per_us: f64,
-    /// Clocks per mma that no other instruction of the scheduler can use, beyond its issue slot.
-    mma_clocks: f64,
-    /// Launch, prologue, first bytes.
+    /// Launch, prologue, first bytes, in microseconds.
     start_us: f64,
-    /// One reduction hop.
+    /// Each further wave of CTAs.
+    wave_us: f64,
+    /// Bytes per microsecond of the weight stream.
+    bytes_per_us: f64,
+    /// Share of the activations' bytes, read again by each tile, that slows the weight stream.
+    activation_share: f64,
+    /// Bytes in flight on an SM below which the stream starves.
+    in_flight_bytes: f64,
+    /// How much of an SM's surplus of work over the average the stream waits for.
+    imbalance: f64,
+    /// Instructions that a scheduler issues in a microsecond.
+    issue_per_us: f64,
+    /// Instructions' worth of one mma, beside its own issue.
+    mma_weight: f64,
+    /// Further instructions' worth of a round, exposed because few warps hide each other's latencies:
+    /// a share of one warp's round, and a floor for the round.
+    exposed_share: f64,
+    round_floor: f64,
+    /// Instructions' worth of a round that no warp hides.
+    round_overhead: f64,
+    /// The segment's epilogue: fixed, and per 100 kB of partial sums in shared memory.
+    epilogue_us: f64,
+    epilogue_us_per_100kb: f64,
+    /// The reduction hop, and per helper: fixed, and per 100 kB of its partial sums.
     hop_us: f64,
+    helper_us: f64,
+    helper_us_per_100kb: f64,
+    /// Exponent with which memory and issue time add up: larger means that they overlap better.
+    overlap: f64,
 }
 
-/// Fitted on the H200; other cards are compared by the same shape of curve.
+/// Fitted to 1100 measurements on one H200: see `benches/NOTES.md`. Other cards are ranked by the same
+/// curves; their rates differ, the order of configurations less so.
 const MODEL: CostModel = CostModel {
-    bytes_per_us: 4.4e6,
-    clocks_per_us: 1750.0,
-    mma_clocks: 5.1,
-    start_us: 2.6,
-    hop_us: 1.6,
+    start_us: 2.07,
+    wave_us: 1.82,
+    bytes_per_us: 4.69e6,
+    activation_share: 0.112,
+    in_flight_bytes: 20.9e3,
+    imbalance: 0.23,
+    issue_per_us: 2315.0,
+    mma_weight: 8.66,
+    exposed_share: 0.243,
+    round_floor: 785.0,
+    round_overhead: 27.0,
+    epilogue_us: 0.278,
+    epilogue_us_per_100kb: 0.441,
+    hop_us: 1.54,
+    helper_us: 0.135,
+    helper_us_per_100kb: 1.18,
+    overlap: 3.1,
 };
 
-/// Predicts one launch.
-pub fn cost(config: &Config, problem: &Problem, device: &DeviceSpec, stripe: u32) -> Cost {
-    let tiling = Tiling::new(config, problem);
-    let model = &MODEL;
-    let runs = tiling.num_tiles * tiling.k_tiles;
-    let stripe = u64::from(stripe);
-    let ctas = runs.div_ceil(stripe) * tiling.row_tiles;
-    let slots = u64::from(device.num_sms * config.ctas_per_sm);
-    let waves = ctas.div_ceil(slots);
-    let ctas_on_sm = ctas.div_ceil(u64::from(device.num_sms)).min(u64::from(config.ctas_per_sm));
-
-    // Issue: instructions of one warp and run, on the scheduler with the most warps.
+/// Instructions of one warp for one run of 128 inputs, mma apart, and its number of mma.
+fn instructions_per_run(config: &Config) -> (f64, f64) {
     let tiles = f64::from(config.tiles_per_warp());
     let row_tiles = f64::from(config.tile_m.div_ceil(8));
-    let mma = 8.0 * tiles * row_tiles;
-    let scale = match (config.group, config.scaling) {
+    let dequantisation = 8.0 * tiles * 9.0;
+    let scaling = match (config.group, config.scaling) {
         (Group::PerColumn, _) => 0.0,
         (_, Scaling::Promote) => tiles * (4.0 * row_tiles + 4.0),
         (_, Scaling::Fragment) => 8.0 * tiles * 4.0 + 2.0 * tiles,
     };
-    let copies = tiles * 2.25 + 3.0 * f64::from(config.tile_m) / 2.0 / f64::from(config.warps_n);
+    let copies = 2.25 * tiles + 1.5 * f64::from(config.tile_m) / f64::from(config.warps_n);
     let loads = 3.0 * tiles + 4.0 * row_tiles;
-    let per_run =
-        8.0 * tiles * 9.0 + mma * (1.0 + model.mma_clocks) + scale + copies + loads + 25.0;
-    let warps = config.num_warps() as u64 * ctas_on_sm;
-    let warps_per_scheduler = warps.div_ceil(4) as f64;
-    // Fewer warps than that leave latencies exposed.
-    let per_run = per_run.max(900.0 / warps_per_scheduler);
-    let rounds = stripe.div_ceil(config.warps_k.into()) * waves;
-    let issue_us = rounds as f64 * per_run * warps_per_scheduler / model.clocks_per_us;
+    (dequantisation + scaling + copies + loads + 25.0, 8.0 * tiles * row_tiles)
+}
 
-    // Memory: weights once for each row tile that does not find them in L2, activations from L2.
-    let weight_bytes = problem.n as f64 * problem.k as f64 * 0.516;
-    let rereads = if weight_bytes < 0.6 * device.l2_bytes as f64 { 0.25 } else { 1.0 };
-    let passes = 1.0 + rereads * (tiling.row_tiles as f64 - 1.0);
-    let a_bytes = 2.0 * problem.k as f64 * (problem.m as f64) * tiling.num_tiles as f64;
-    let memory_us = (weight_bytes * passes + 0.12 * a_bytes) / model.bytes_per_us;
-    let in_flight = ctas_on_sm as f64
+/// Predicts one launch.
+pub fn cost(config: &Config, problem: &Problem, device: &DeviceSpec, stripe: u32) -> Cost {
+    let (tiling, model) = (Tiling::new(config, problem), &MODEL);
+    let num_sms = f64::from(device.num_sms);
+    let stripe = f64::from(stripe);
+    let k_tiles = tiling.k_tiles as f64;
+    let runs = (tiling.num_tiles * tiling.k_tiles) as f64;
+    let ctas = (runs / stripe).ceil() * tiling.row_tiles as f64;
+    let smem = family_of(config).smem_bytes(config);
+    let spec = device.arch.spec();
+    let fit = spec
+        .map_or(1, |spec| spec.ctas_that_fit(config.num_threads(), registers_needed(config), smem));
+    let fit = f64::from(fit.max(config.ctas_per_sm));
+    let ctas_per_sm = (ctas / num_sms).ceil();
+    let resident = ctas_per_sm.min(fit);
+    let waves = (ctas / (num_sms * fit)).ceil();
+
+    // Issue: what the busiest scheduler has to issue.
+    let (instructions, mma) = instructions_per_run(config);
+    let per_run = instructions + (1.0 + model.mma_weight) * mma;
+    let warps = (f64::from(config.num_warps()) * resident / 4.0).ceil();
+    let round = (per_run * (warps + model.exposed_share)).max(model.round_floor);
+    let rounds = (stripe / f64::from(config.warps_k)).ceil();
+    let issue_us = waves * rounds * (round + model.round_overhead) / model.issue_per_us;
+
+    // Memory: the weights, once for each row tile that no longer finds them in L2.
+    let weight_bytes = f64::from(problem.n) * f64::from(problem.k) * 0.516;
+    let in_l2 = weight_bytes < 0.6 * device.l2_bytes as f64;
+    let passes = 1.0 + (tiling.row_tiles as f64 - 1.0) * if in_l2 { 0.25 } else { 1.0 };
+    let a_bytes = 2.0 * f64::from(problem.k) * (tiling.num_tiles * tiling.row_tiles) as f64;
+    let a_bytes = a_bytes * f64::from(config.tile_m);
+    let bytes = weight_bytes * passes + model.activation_share * a_bytes;
+    let in_flight = resident
         * f64::from((config.stages - 1) * config.num_warps() * config.tiles_per_warp())
-        * 1056.0;
-    let starved = (40_000.0 / in_flight).max(1.0);
-    let busy_sms = (ctas.min(u64::from(device.num_sms)) as f64) / f64::from(device.num_sms);
-    let memory_us = memory_us * starved / busy_sms.max(0.3).min(0.85) * 0.85;
+        * f64::from(TILE_BYTES);
+    let starved = (model.in_flight_bytes / in_flight).max(1.0);
+    let busiest = ctas_per_sm * stripe * num_sms / (runs * tiling.row_tiles as f64);
+    let uneven = 1.0 + model.imbalance * (busiest.max(1.0) - 1.0);
+    let memory_us = bytes / model.bytes_per_us * starved * uneven;
 
-    let shares = stripe % tiling.k_tiles != 0;
-    let epilogue_us = f64::from(epilogue_bytes(config)) / 128_000.0 * 0.5;
-    let segments = (stripe as f64 / tiling.k_tiles as f64).ceil() * waves as f64;
-    let hop_us = if shares { model.hop_us } else { 0.0 };
-    let fixed_us = model.start_us + hop_us + segments * (0.5 + epilogue_us);
-    let total_us = memory_us.max(issue_us) + 0.25 * memory_us.min(issue_us) + fixed_us;
-    Cost { total_us, memory_us, issue_us, fixed_us }
+    // Fixed: start, waves, epilogues, reduction.
+    let segments = (stripe / k_tiles).ceil();
+    let sums = f64::from(epilogue_bytes(config)) / 1e5;
+    let shares = stripe % k_tiles != 0.0;
+    let helpers = if stripe < k_tiles { (k_tiles / stripe).ceil() - 1.0 } else { 1.0 };
+    let tile = f64::from(4 * config.tile_m * config.tile_n) / 1e5;
+    let reduction_us = if shares {
+        model.hop_us + helpers * (model.helper_us + model.helper_us_per_100kb * tile)
+    } else {
+        0.0
+    };
+    let epilogue_us = model.epilogue_us + model.epilogue_us_per_100kb * sums;
+    let fixed_us =
+        model.start_us + model.wave_us * (waves - 1.0) + segments * epilogue_us + reduction_us;
+
+    let norm =
+        |a: f64, b: f64| (a.powf(model.overlap) + b.powf(model.overlap)).powf(1.0 / model.overlap);
+    Cost { total_us: fixed_us + norm(memory_us, issue_us), memory_us, issue_us, fixed_us }
 }
 
 /// A configuration and a stripe length with their predicted cost.

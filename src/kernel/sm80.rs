@@ -111,12 +111,46 @@ pub fn build(config: &Config, target: SmArch) -> Module {
         })
         .collect();
     a.smem.reserve(smem_bytes(config));
-    let sums = a.smem.overlay("partial sums (after the loop)", 0, parts::epilogue_bytes(config));
+    // The partial sums of a tile lie in the last slot if they fit: the fill of the ring for the next
+    // segment leaves that one alone and goes on beneath the epilogue.
+    let sums_bytes = parts::epilogue_bytes(config);
+    let overlaps = sums_bytes <= geometry.slot_bytes;
+    let sums_start = if overlaps { (config.stages - 1) * geometry.slot_bytes } else { 0 };
+    let sums = a.smem.overlay("partial sums (after the loop)", sums_start, sums_bytes);
 
-    let mut kernel = Sm80::prologue(&mut a, config, geometry, slots, &params);
-    parts::emit_stripe(&mut a, &params, |a, segment| {
-        let acc = kernel.emit_main_loop(a, segment);
-        parts::emit_epilogue(a, config, &params, sums, kernel.smem, &kernel.thread, segment, &acc);
+    let kernel = Sm80::prologue(&mut a, config, geometry, slots, &params);
+    let (stripe, segment) = a.section("stripe", |a| parts::emit_stripe(a, &params));
+    let cursor = kernel.emit_cursor(&mut a);
+    kernel.emit_fill(&mut a, &segment, &cursor);
+    let next_segment = a.label("segment");
+    a.bind(next_segment);
+    let acc = kernel.emit_main_loop(&mut a, &cursor);
+    let next = a.section("next segment", |a| stripe.emit_next(a, &segment));
+    if overlaps {
+        // The team has finished with the ring.
+        a.section("next segment", |a| kernel.emit_team_barrier(a));
+        kernel.emit_fill(&mut a, &next, &cursor);
+    }
+    // One team that has met has finished with the last slot as well.
+    let met = overlaps && config.warps_k == 1;
+    parts::emit_epilogue(
+        &mut a,
+        config,
+        &params,
+        sums,
+        kernel.smem,
+        &kernel.thread,
+        &segment,
+        &acc,
+        met,
+    );
+    if !overlaps {
+        kernel.emit_fill(&mut a, &next, &cursor);
+    }
+    a.section("next segment", |a| {
+        let more = segment.emit_become(a, &next);
+        a.when(more, |a| a.bra(next_segment));
+        a.exit();
     });
     a.finish(&config.to_string(), target, config.num_threads(), config.ctas_per_sm)
 }
@@ -164,6 +198,8 @@ struct Sm80<'a> {
 
 /// What advances from run to run.
 struct Cursor {
+    /// Runs not yet computed.
+    num_runs: Reg<B32>,
     /// Global address of the lane's next weights.
     weights: Reg<B64>,
     weights_step: Reg<B64>,
@@ -197,6 +233,8 @@ impl<'a> Sm80<'a> {
             a.mov_u32_special(row_tile, Special::CtaidY);
             a.mul_lo_u32(row_begin, row_tile, config.tile_m);
             a.sub_u32(num_rows, m, row_begin);
+            // The epilogue's passes may be taller than the tile.
+            a.min_u32(num_rows, num_rows, config.tile_m);
             let thread = Thread { tid, lane, warp, row_begin, num_rows };
             // Weights: a warp's pieces lie one after the other.
             let [weights_base, weights_lane, scales_lane, quad] = a.regs();
@@ -280,17 +318,21 @@ impl<'a> Sm80<'a> {
         }
     }
 
-    /// Emits the loop over the team's runs of a segment; the warp's accumulators.
-    fn emit_main_loop(&mut self, a: &mut Asm, segment: &Segment) -> Accumulators {
-        let (config, stages) = (self.config, self.config.stages);
-        let (cursor, num_runs) = a.section("main loop set-up", |a| self.emit_cursor(a, segment));
+    /// Points the cursor at a segment and requests its first runs.
+    fn emit_fill(&self, a: &mut Asm, segment: &Segment, cursor: &Cursor) {
         a.section("fill the ring", |a| {
-            for slot in 0..stages - 1 {
-                self.emit_request(a, slot, &cursor);
+            self.emit_rewind(a, segment, cursor);
+            for slot in 0..self.config.stages - 1 {
+                self.emit_request(a, slot, cursor);
                 a.cp_async_commit_group();
             }
         });
-        let acc: Accumulators = (0..config.tiles_per_warp())
+    }
+
+    /// Emits the loop over the team's runs of a segment; the warp's accumulators.
+    fn emit_main_loop(&self, a: &mut Asm, cursor: &Cursor) -> Accumulators {
+        let stages = self.config.stages;
+        let acc: Accumulators = (0..self.config.tiles_per_warp())
             .map(|_| (0..self.geometry.row_tiles).map(|_| a.regs()).collect())
             .collect();
         acc.iter().flatten().flatten().for_each(|value| a.mov_f32(*value, 0.0));
@@ -299,9 +341,9 @@ impl<'a> Sm80<'a> {
         a.bind(next);
         for slot in 0..stages {
             a.section(&format!("main loop, slot {slot}"), |a| {
-                let finished = a.test_u32(Cmp::Eq, num_runs, 0);
+                let finished = a.test_u32(Cmp::Eq, cursor.num_runs, 0);
                 a.when(finished, |a| a.bra(done));
-                a.sub_u32(num_runs, num_runs, 1);
+                a.sub_u32(cursor.num_runs, cursor.num_runs, 1);
                 // This slot's copies are complete in every thread of the team, and the team has
                 // finished with the slot before, which is refilled now.
                 a.cp_async_wait_group(Imm(stages - 2));
@@ -309,7 +351,7 @@ impl<'a> Sm80<'a> {
                 let refilled = (slot + stages - 1) % stages;
                 // The copies stand together: where a shared load precedes a copy, the assembler guards
                 // the copy with three dummy loads of its own.
-                self.emit_request(a, refilled, &cursor);
+                self.emit_request(a, refilled, cursor);
                 let steps = self.emit_run(a, slot, &acc);
                 self.emit_woven(a, steps);
                 a.cp_async_commit_group();
@@ -317,14 +359,29 @@ impl<'a> Sm80<'a> {
         }
         a.bra(next);
         a.bind(done);
-        a.cp_async_wait_group(Imm(0));
         acc
     }
 
-    /// The team's first run of a segment and the number of its runs.
-    fn emit_cursor(&self, a: &mut Asm, segment: &Segment) -> (Cursor, Reg<B32>) {
+    /// The registers of a cursor.
+    fn emit_cursor(&self, a: &mut Asm) -> Cursor {
+        let weights_step: Reg<B64> = a.reg();
+        let chunk_bytes = 4 * self.geometry.tile_bytes;
+        a.mov_b64(weights_step, u64::from(chunk_bytes * self.config.warps_k));
+        Cursor {
+            num_runs: a.reg(),
+            to_request: a.reg(),
+            weights: a.reg(),
+            weights_step,
+            rows: a.reg(),
+            row_bytes_left: (self.config.rows != Rows::Whole).then(|| a.reg()),
+        }
+    }
+
+    /// Points the cursor at the team's first run of a segment.
+    fn emit_rewind(&self, a: &mut Asm, segment: &Segment, cursor: &Cursor) {
         let (config, geometry) = (self.config, self.geometry);
-        let [first, num_runs, to_request] = a.regs();
+        let &Cursor { num_runs, to_request, weights, rows, row_bytes_left, .. } = cursor;
+        let first = a.reg();
         a.add_u32(first, segment.begin, self.team);
         // Runs begin + team, begin + team + warps_k, … below end; team < warps_k, so this does not wrap.
         a.sub_u32(num_runs, segment.end, first);
@@ -345,7 +402,6 @@ impl<'a> Sm80<'a> {
         a.sub_u32(last_column, num_columns, 1);
         a.min_u32(column, column, last_column);
         a.mad_lo_u32(run, column, segment.k_tiles, first);
-        let weights: Reg<B64> = a.reg();
         a.mad_wide_u32(weights, run, chunk_bytes, b_ptr);
         if warps_per_chunk > 1 {
             let part = a.reg();
@@ -353,25 +409,19 @@ impl<'a> Sm80<'a> {
             a.mad_wide_u32(weights, part, geometry.warp_bytes, weights);
         }
         a.mad_wide_u32(weights, self.thread.lane, 16, weights);
-        let weights_step: Reg<B64> = a.reg();
-        a.mov_b64(weights_step, u64::from(chunk_bytes * config.warps_k));
 
         // Activations: the lane's unit in the tile's first row.
         let a_ptr = load_u64(a, self.params.a_ptr);
         let row_byte = a.reg();
         a.mul_lo_u32(row_byte, first, ROW_BYTES);
         a.mad_lo_u32(row_byte, self.copy_unit, 16, row_byte);
-        let rows: Reg<B64> = a.reg();
         a.mad_wide_u32(rows, self.thread.row_begin, self.row_stride, a_ptr);
         a.mad_wide_u32(rows, row_byte, 1, rows);
-        let row_bytes_left = (config.rows != Rows::Whole).then(|| {
+        if let Some(left) = row_bytes_left {
             let k = load_u32(a, self.params.k);
-            let left = a.reg();
             a.add_u32(left, k, k);
             a.sub_u32(left, left, row_byte);
-            left
-        });
-        (Cursor { weights, weights_step, rows, row_bytes_left, to_request }, num_runs)
+        }
     }
 
     /// Requests the cursor's run into a slot, if there is one left, and advances the cursor. Inputs that

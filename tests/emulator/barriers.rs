@@ -97,6 +97,19 @@ fn barrier_sixteen_does_not_exist() {
     Run::new().clean(&program(15), [1, 1]);
 }
 
+#[test]
+fn lanes_of_a_warp_name_one_barrier() {
+    let program = |shift: u32| {
+        module(64, 0, |asm, p| {
+            let id = asm.reg();
+            asm.shr_u32(id, p.tid, shift);
+            asm.bar_sync_n(id, 32);
+        })
+    };
+    assert_eq!(Run::new().fault(&program(4), [1, 1]).kind, FaultKind::BarrierMisuse);
+    Run::new().clean(&program(5), [1, 1]);
+}
+
 /// Half a warp skips a CTA barrier.
 #[test]
 fn a_divergent_cta_barrier_is_reported() {
@@ -143,6 +156,23 @@ fn warp_barriers_wait_for_diverged_lanes() {
     assert_eq!(fault.kind, FaultKind::Race, "the halves do not meet");
     let fault = Run::new().fault(&program([0xffff_0000, 0xffff_0000]), [1, 1]);
     assert_eq!(fault.kind, FaultKind::BarrierMisuse, "a lane outside its own mask");
+}
+
+/// Lanes that have ended are not awaited at a warp barrier.
+#[test]
+fn ended_lanes_are_not_awaited() {
+    let program = module(32, 128, |asm, p| {
+        let high = asm.test_u32(Cmp::Ge, p.tid, 16);
+        asm.when(high, |asm| asm.exit());
+        let mine = slot(asm, p.smem, p.tid, 4);
+        asm.st_shared_b32(mine, p.tid);
+        asm.bar_warp_sync(-1);
+        let other = asm.reg();
+        asm.xor_b32(other, p.tid, 15);
+        let theirs = slot(asm, p.smem, other, 4);
+        asm.ld_shared_b32(other, theirs);
+    });
+    Run::new().clean(&program, [1, 1]);
 }
 
 /// Fault B42: a spin on a counter that starts dirty ends in a report, never in a hang.

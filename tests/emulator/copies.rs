@@ -88,6 +88,76 @@ fn a_barrier_before_the_wait_does_not_help_others() {
     assert!(matches!(fault.kind, FaultKind::Race | FaultKind::MissingWait), "{fault}");
 }
 
+/// Warp 0 copies and waits after the barrier at which warp 1 was; warp 1 reads so late that the wait is long
+/// over. Nothing orders the two, whatever the clock says.
+#[test]
+fn a_late_read_is_no_excuse_for_a_missing_barrier() {
+    let program = |barrier: bool| {
+        module(64, 1024, |asm, p| {
+            let input = pointer(asm, "input");
+            let from = element(asm, input, p.tid, 16);
+            let mine = slot(asm, p.smem, p.tid, 16);
+            asm.cp_async_cg_16(mine, from);
+            asm.cp_async_commit_group();
+            asm.bar_sync(0);
+            asm.cp_async_wait_group(0);
+            if barrier {
+                asm.bar_sync(0);
+            }
+            let (turn, head, end) = (asm.reg(), asm.label("head"), asm.label("end"));
+            let early = asm.test_u32(Cmp::Lt, p.tid, 32);
+            asm.when(early, |asm| asm.bra(end));
+            asm.mov_b32(turn, 0);
+            asm.bind(head);
+            asm.add_u32(turn, turn, 1);
+            let again = asm.test_u32(Cmp::Lt, turn, 2000);
+            asm.when(again, |asm| asm.bra(head));
+            let other = asm.reg();
+            asm.xor_b32(other, p.tid, 32);
+            let theirs = slot(asm, p.smem, other, 16);
+            let value = asm.reg();
+            asm.ld_shared_b32(value, theirs);
+            asm.bind(end);
+        })
+    };
+    assert_eq!(run().fault(&program(false), [1, 1]).kind, FaultKind::Race);
+    run().clean(&program(true), [1, 1]);
+}
+
+/// A copy may land when it is issued: readers before it need a barrier before the issue, not before the
+/// wait.
+#[test]
+fn a_barrier_between_issue_and_wait_is_too_late_for_readers() {
+    let program = |barrier_first: bool| {
+        module(64, 512, |asm, p| {
+            let input = pointer(asm, "input");
+            let lane = asm.reg();
+            asm.and_b32(lane, p.tid, 31);
+            let from = element(asm, input, lane, 16);
+            let place = slot(asm, p.smem, lane, 16);
+            let (copies, reads) =
+                (asm.test_u32(Cmp::Ge, p.tid, 32), asm.test_u32(Cmp::Lt, p.tid, 32));
+            asm.when(copies, |asm| asm.st_shared_b32(place, 0));
+            asm.bar_sync(0);
+            let value = asm.reg();
+            asm.when(reads, |asm| asm.ld_shared_b32(value, place));
+            if barrier_first {
+                asm.bar_sync(0);
+            }
+            asm.when(copies, |asm| asm.cp_async_cg_16(place, from));
+            asm.cp_async_commit_group();
+            if !barrier_first {
+                asm.bar_sync(0);
+            }
+            asm.cp_async_wait_group(0);
+        })
+    };
+    let fault = run().fault(&program(false), [1, 1]);
+    assert_eq!(fault.kind, FaultKind::Race);
+    assert!(fault.accesses.iter().any(|site| site.instruction.contains("cp.async.cg")), "{fault}");
+    run().clean(&program(true), [1, 1]);
+}
+
 /// Three groups; the first is read after a wait that leaves `pending` of them.
 #[test]
 fn a_wait_count_one_too_large_is_reported() {

@@ -1,7 +1,8 @@
 //! Faults of a single access.
 
-use makaira::asm::reg::Region;
-use makaira::asm::types::{B16, B32, Cmp, F32};
+use makaira::asm::Asm;
+use makaira::asm::reg::{Reg, Region, SharedAddr};
+use makaira::asm::types::{B16, B32, B64, Cmp, F32, Special};
 use makaira::backend::Arg;
 use makaira::emu::{Category, FaultKind};
 
@@ -168,17 +169,39 @@ fn misaligned_addresses_are_reported() {
 
 #[test]
 fn a_broken_region_promise_is_reported() {
-    let program = |bytes: u32| {
-        module(32, 1024, |asm, p| {
-            let region = Region { start: 64, bytes };
-            let place = slot(asm, p.smem, p.tid, 4);
-            asm.st_shared_b32(place.at(64).within(region), p.tid);
-        })
-    };
-    let fault = Run::new().fault(&program(124), [1, 1]);
-    assert_eq!(fault.kind, FaultKind::BrokenPromise);
-    assert_eq!(fault.place().expect("a store was at fault").thread, 31);
-    Run::new().clean(&program(128), [1, 1]);
+    type Emit = fn(&mut Asm, Reg<B64>, SharedAddr);
+    let accesses: [Emit; 4] = [
+        |asm, _, place| asm.st_shared_b32(place, 1),
+        |asm, _, place| {
+            let value = asm.reg();
+            asm.ld_shared_b32(value, place);
+        },
+        |asm, input, place| asm.cp_async_ca_4_zfill(place, input, 4),
+        |asm, _, place| {
+            // The same 128 bytes as eight rows of 16.
+            let (lane, row, rows) = (asm.reg(), asm.reg(), asm.regs::<B32, 2>());
+            asm.mov_u32_special(lane, Special::Laneid);
+            asm.and_b32(row, lane, 7);
+            asm.mov_u32_smem(lane);
+            asm.mad_lo_u32(row, row, 16, lane);
+            let place = SharedAddr { base: row, ..place };
+            asm.ldmatrix_sync_aligned_m8n8_x2_shared_b16(rows, place);
+        },
+    ];
+    for access in accesses {
+        let program = |bytes: u32| {
+            module(32, 1024, |asm, p| {
+                let input = pointer(asm, "input");
+                let place = slot(asm, p.smem, p.tid, 4);
+                asm.st_shared_b32(place.at(64), 0);
+                asm.bar_warp_sync(-1);
+                access(asm, input, place.at(64).within(Region { start: 64, bytes }));
+            })
+        };
+        let fault = Run::new().words(&[1]).fault(&program(124), [1, 1]);
+        assert_eq!(fault.kind, FaultKind::BrokenPromise);
+        Run::new().words(&[1]).clean(&program(128), [1, 1]);
+    }
 }
 
 #[test]
@@ -222,6 +245,32 @@ fn a_partly_guarded_aligned_instruction_is_reported() {
     assert_eq!(Run::new().fault(&program(31), [1, 1]).kind, FaultKind::DivergentAligned);
     Run::new().clean(&program(32), [1, 1]);
     Run::new().clean(&program(0), [1, 1]);
+}
+
+#[test]
+fn impossible_operands_are_reported() {
+    let copy = |bytes: u32| {
+        module(32, 512, |asm, p| {
+            let input = pointer(asm, "input");
+            let mine = slot(asm, p.smem, p.tid, 16);
+            asm.cp_async_cg_16_zfill(mine, input, bytes);
+        })
+    };
+    let fault = Run::new().words(&[0; 8]).fault(&copy(17), [1, 1]);
+    assert_eq!(fault.kind, FaultKind::BadOperand);
+    Run::new().words(&[0; 8]).clean(&copy(16), [1, 1]);
+
+    let branch = |bound: bool| {
+        module(32, 0, |asm, _| {
+            let label = asm.label("nowhere");
+            asm.bra(label);
+            if bound {
+                asm.bind(label);
+            }
+        })
+    };
+    assert_eq!(Run::new().fault(&branch(false), [1, 1]).kind, FaultKind::BadOperand);
+    Run::new().clean(&branch(true), [1, 1]);
 }
 
 /// A fault reads like this: rule, values, both sides, remedy.

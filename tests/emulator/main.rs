@@ -7,6 +7,7 @@ mod barriers;
 mod copies;
 mod faults;
 mod flags;
+mod mutants;
 mod programs;
 mod races;
 mod speed;

@@ -168,3 +168,21 @@ fn the_backend_loads_and_launches() {
     backend.free(ptr).expect("the allocation is live");
     assert!(backend.free(ptr).is_err(), "freed twice");
 }
+
+/// Memory has an end, an allocation has a start, and the message says what is near.
+#[test]
+fn the_host_is_held_to_the_allocations() {
+    let mut memory = makaira::emu::Memory::new(4096);
+    let first = memory.alloc(3000).expect("within the limit");
+    assert!(memory.alloc(2000).is_err(), "5000 of 4096 bytes");
+    memory.upload(first + 2990, &[1; 10]).expect("the last ten bytes");
+    let error = memory.upload(first + 2990, &[1; 11]).expect_err("one byte too many").to_string();
+    assert!(error.contains("byte 2990 of the 3000 bytes"), "{error}");
+    assert!(memory.free(first + 256).is_err(), "not a start");
+    memory.free(first).expect("the start of a live allocation");
+    let error = memory.download(first, &mut [0]).expect_err("freed").to_string();
+    assert!(error.contains("freed"), "{error}");
+    let second = memory.alloc(4096).expect("all of it is free again");
+    assert!(second >= first + 3000, "addresses are not used again");
+    assert_eq!(second % 256, 0);
+}

@@ -24,6 +24,10 @@ fn a_main_loop_runs_fast_enough() {
         sums.iter().flatten().for_each(|sum| asm.mov_f32(*sum, 0.0));
         let (turn, head) = (asm.reg(), asm.label("head"));
         asm.mov_b32(turn, 0);
+        let [bias, one, zero] = asm.regs::<B32, 3>();
+        asm.mov_b32(bias, 0x6408_6408);
+        asm.mov_b32(one, 0x3c00_3c00);
+        asm.mov_b32(zero, 0);
         asm.bind(head);
         asm.section("copy", |asm| {
             for part in 0..2 {
@@ -45,8 +49,8 @@ fn a_main_loop_runs_fast_enough() {
                     let (shifted, masked) = (asm.reg(), asm.reg());
                     asm.shr_u32(shifted, *code, 4 * n as u32);
                     asm.lop3_b32(masked, shifted, 0x000f_000f, 0x6400_6400, 0xea);
-                    asm.sub_f16x2(masked, masked, 0x6408_6408);
-                    asm.fma_rn_f16x2(weight, masked, 0x3c00_3c00, 0);
+                    asm.sub_f16x2(masked, masked, bias);
+                    asm.fma_rn_f16x2(weight, masked, one, zero);
                 }
                 asm.mma_m16n8k16_f32_f16(*sums, fragment, weights, *sums);
             }

@@ -125,13 +125,13 @@ isa! {
 
     /// Adds in single precision.
     add_f32 = AddF32 { d: Out<F32>, a: In<F32>, b: In<F32> }
-        "add.f32 {d}, {a}, {b};", ptx(7, 0, 70), Lane, Pure, |m, l, i| { let a = m.get(l, i.a)?; let b = m.get(l, i.b)?; m.set(l, i.d, a + b); }
+        "add.f32 {d}, {a}, {b};", ptx(7, 0, 70), Lane, Pure, |m, l, i| { let a = m.get(l, i.a)?; let b = m.get(l, i.b)?; m.set(l, i.d, canonical(a + b)); }
     /// Multiplies in single precision.
     mul_f32 = MulF32 { d: Out<F32>, a: In<F32>, b: In<F32> }
-        "mul.f32 {d}, {a}, {b};", ptx(7, 0, 70), Lane, Pure, |m, l, i| { let a = m.get(l, i.a)?; let b = m.get(l, i.b)?; m.set(l, i.d, a * b); }
+        "mul.f32 {d}, {a}, {b};", ptx(7, 0, 70), Lane, Pure, |m, l, i| { let a = m.get(l, i.a)?; let b = m.get(l, i.b)?; m.set(l, i.d, canonical(a * b)); }
     /// Multiplies and adds in single precision with one rounding.
     fma_rn_f32 = FmaRnF32 { d: Out<F32>, a: In<F32>, b: In<F32>, c: In<F32> }
-        "fma.rn.f32 {d}, {a}, {b}, {c};", ptx(7, 0, 70), Lane, Pure, |m, l, i| { let a = m.get(l, i.a)?; let b = m.get(l, i.b)?; let c = m.get(l, i.c)?; m.set(l, i.d, a.mul_add(b, c)); }
+        "fma.rn.f32 {d}, {a}, {b}, {c};", ptx(7, 0, 70), Lane, Pure, |m, l, i| { let a = m.get(l, i.a)?; let b = m.get(l, i.b)?; let c = m.get(l, i.c)?; m.set(l, i.d, canonical(a.mul_add(b, c))); }
 
     /// Widens 32 bits to 64.
     cvt_u64_u32 = CvtU64U32 { d: Out<B64>, a: Use<B32> }
@@ -148,6 +148,11 @@ isa! {
             let hi = m.get(l, i.a)?; let lo = m.get(l, i.b)?;
             m.set(l, i.d, u32::from(f16_from_f64(lo.into()).to_bits()) | u32::from(f16_from_f64(hi.into()).to_bits()) << 16);
         }
+}
+
+/// A single-precision result: every NaN is the one that PTX defines, 0x7fffffff.
+pub(super) fn canonical(value: f32) -> f32 {
+    if value.is_nan() { f32::from_bits(0x7fff_ffff) } else { value }
 }
 
 /// Bit `a*4 + b*2 + c` of `lut`, for each bit position.

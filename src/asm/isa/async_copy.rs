@@ -15,16 +15,16 @@ isa! {
 
     /// Copies 16 bytes past L1.
     cp_async_cg_16 = CpAsyncCg16 { d: SharedAddr, a: GlobalAddr }
-        "cp.async.cg.shared.global {d}, {a}, 16;", ptx(7, 0, 80), Lane, CopyAsync, |m, l, i| { copy(m, l, i.d, i.a, 16, None)?; }
+        "cp.async.cg.shared.global {d}, {a}, 16;", ptx(7, 0, 80), Lane, CopyAsync(16), |m, l, i| { copy(m, l, i.d, i.a, 16, None)?; }
     /// Copies the first `n` of 16 bytes past L1 and fills the rest with zeros.
     cp_async_cg_16_zfill = CpAsyncCg16Zfill { d: SharedAddr, a: GlobalAddr, n: In<B32> }
-        "cp.async.cg.shared.global {d}, {a}, 16, {n};", ptx(7, 0, 80), Lane, CopyAsync, |m, l, i| { copy(m, l, i.d, i.a, 16, Some(i.n))?; }
+        "cp.async.cg.shared.global {d}, {a}, 16, {n};", ptx(7, 0, 80), Lane, CopyAsync(16), |m, l, i| { copy(m, l, i.d, i.a, 16, Some(i.n))?; }
     /// Copies the first `n` of 4 bytes and fills the rest with zeros.
     cp_async_ca_4_zfill = CpAsyncCa4Zfill { d: SharedAddr, a: GlobalAddr, n: In<B32> }
-        "cp.async.ca.shared.global {d}, {a}, 4, {n};", ptx(7, 0, 80), Lane, CopyAsync, |m, l, i| { copy(m, l, i.d, i.a, 4, Some(i.n))?; }
+        "cp.async.ca.shared.global {d}, {a}, 4, {n};", ptx(7, 0, 80), Lane, CopyAsync(4), |m, l, i| { copy(m, l, i.d, i.a, 4, Some(i.n))?; }
     /// Copies 16 bytes past L1 under an L2 eviction policy.
     cp_async_cg_16_hint = CpAsyncCg16Hint { d: SharedAddr, a: GlobalAddr, policy: Use<B64> }
-        "cp.async.cg.shared.global.L2::cache_hint {d}, {a}, 16, {policy};", ptx(7, 4, 80), Lane, CopyAsync, |m, l, i| { m.get(l, i.policy)?; copy(m, l, i.d, i.a, 16, None)?; }
+        "cp.async.cg.shared.global.L2::cache_hint {d}, {a}, 16, {policy};", ptx(7, 4, 80), Lane, CopyAsync(16), |m, l, i| { m.get(l, i.policy)?; copy(m, l, i.d, i.a, 16, None)?; }
     /// An L2 policy under which all accesses are the first to be evicted.
     createpolicy_fractional_l2_evict_first_b64 = CreatepolicyEvictFirst { d: Out<B64> }
         "createpolicy.fractional.L2::evict_first.b64 {d}, 0f3F800000;", ptx(7, 4, 80), Lane, Pure, |m, l, i| { m.set(l, i.d, 0x12F0_0000_0000_0000); }

@@ -2,14 +2,16 @@
 //!
 //! A row of [`isa!`] gives the builder method (the PTX opcode with dots as underscores), the operands with
 //! their roles, the exact text, the requirement ([`Since`]), who executes it ([`Scope`]), what it does to
-//! memory and control ([`Effect`]) and its meaning against a [`Machine`]. The compiler refuses a row whose
-//! text misses an operand, a call with a register of the wrong class, and a row without meaning. Modifiers
-//! that change operands or meaning are rows of their own; modifiers that only tune are operands.
+//! memory and control ([`Effect`], with the bytes per address if it has one) and its meaning against a
+//! [`Machine`]. The compiler refuses a row whose text misses an operand, a call with a register of the
+//! wrong class, and a row without meaning. Modifiers that change operands or meaning are rows of their
+//! own; modifiers that only tune are operands.
 //! Requirements are those of the PTX ISA's "PTX ISA Notes" and "Target ISA Notes" per instruction; the
 //! offline assembler confirms them in the test suite.
 
 use std::fmt;
 
+use super::builder::Asm;
 use super::reg::{AnyReg, In, InOut, Label, Out, Param, Place, Region, Role, Use};
 use super::types::{Order, RegClass, Scope, Space, Special};
 use crate::target::{PtxIsa, SmArch};
@@ -21,6 +23,8 @@ pub mod half;
 pub mod mem;
 pub mod sync;
 pub mod tensor;
+#[cfg(test)]
+mod tests;
 
 /// Which targets have an instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,7 +85,8 @@ pub enum Effect {
     CopyAsync,
     /// Orders memory accesses: nothing that touches memory may cross it.
     Sync,
-    /// Changes the flow of control: nothing may cross it.
+    /// Changes the flow of control: nothing may cross it. One that names a label continues there, one that
+    /// names none ends the thread.
     Control,
 }
 
@@ -152,6 +157,7 @@ pub trait Machine {
     /// A fence of the given order at GPU scope.
     fn fence(&mut self, lane: u32, order: Order) -> Result<(), Self::Stop>;
     /// The warp arrives at CTA barrier `id` and waits until `threads` threads (all if `None`) have.
+    /// An instruction whose lanes name several barriers arrives at each, which the machine may refuse.
     fn barrier(&mut self, id: u32, threads: Option<u32>) -> Result<(), Self::Stop>;
     /// The lane waits for the lanes of `members`; their memory accesses before the meeting are ordered
     /// before those after.
@@ -162,6 +168,7 @@ pub trait Machine {
     fn exit(&mut self, lane: u32) -> Result<(), Self::Stop>;
 
     /// The value of a source operand.
+    #[inline]
     fn get<S: Source>(&mut self, lane: u32, source: S) -> Result<S::Value, Self::Stop>
     where
         Self: Sized,
@@ -169,6 +176,7 @@ pub trait Machine {
         source.value(self, lane)
     }
     /// Sets a destination operand.
+    #[inline]
     fn set<D: Destination>(&mut self, lane: u32, destination: D, value: D::Value)
     where
         Self: Sized,
@@ -199,6 +207,7 @@ macro_rules! sources {
     ($($Name:ident),*) => {$(
         impl<C: RegClass> Source for $Name<C> {
             type Value = C::Value;
+            #[inline]
             fn value<M: Machine>(self, machine: &mut M, lane: u32) -> Result<C::Value, M::Stop> {
                 machine.read(lane, self.0.any()).map(C::from_bits)
             }
@@ -209,6 +218,7 @@ sources!(Use, InOut);
 
 impl<C: RegClass> Source for In<C> {
     type Value = C::Value;
+    #[inline]
     fn value<M: Machine>(self, machine: &mut M, lane: u32) -> Result<C::Value, M::Stop> {
         match self {
             In::Reg(reg) => machine.read(lane, reg.any()).map(C::from_bits),
@@ -250,8 +260,13 @@ pub struct Row {
     pub scope: Scope,
     /// The effect.
     pub effect: Effect,
+    /// Bytes that each address of the instruction names, 0 if it has none; the address is a multiple of it.
+    pub access_bytes: u32,
     /// The doc comment.
     pub doc: &'static str,
+    /// An instruction of this row with fresh registers, for tests and listings. Where the row leaves a
+    /// choice, the function decides: it returns a number below its argument.
+    pub example: fn(&mut Asm, &mut dyn FnMut(u32) -> u32) -> Inst,
 }
 
 /// Defines one family of instructions. See the module documentation.
@@ -259,7 +274,7 @@ macro_rules! isa {
     ($(#[$meta:meta])* $Family:ident;
      $( $(#[doc = $doc:literal])+
         $method:ident = $Name:ident { $($field:ident : $ty:ty),* $(,)? }
-        $text:literal, $since:expr, $scope:ident, $effect:ident, |$($arg:pat_param),+| $body:block
+        $text:literal, $since:expr, $scope:ident, $effect:ident $(($bytes:literal))?, |$($arg:pat_param),+| $body:block
      )*) => {
         $(
             $(#[doc = $doc])+
@@ -307,7 +322,12 @@ macro_rules! isa {
                 since: $since,
                 scope: crate::asm::types::Scope::$scope,
                 effect: crate::asm::isa::Effect::$effect,
+                access_bytes: 0 $(+ $bytes)?,
                 doc: concat!($($doc),+),
+                example: |_asm, _pick| {
+                    $(let $field = crate::asm::reg::Example::example(_asm, _pick);)*
+                    $Name { $($field),* }.into()
+                },
             }),*];
 
             /// The row of this instruction.
@@ -428,5 +448,12 @@ impl Inst {
         let mut label = None;
         self.operands(&mut |operand| label = label.or(operand.label()));
         label
+    }
+
+    /// The entry parameter that the instruction reads.
+    pub fn param(&self) -> Option<Param> {
+        let mut param = None;
+        self.operands(&mut |operand| param = param.or(operand.param()));
+        param
     }
 }

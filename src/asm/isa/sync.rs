@@ -19,9 +19,12 @@ isa! {
     /// `n` threads (a multiple of 32) of the CTA meet at barrier `id`.
     bar_sync_n = BarSyncN { id: In<B32>, n: Imm }
         "bar.sync {id}, {n};", ptx(7, 0, 70), Cta, Sync, |m, i| {
-            let mut id = None;
-            for lane in lanes(m.active()) { id = Some(m.get(lane, i.id)?); }
-            if let Some(id) = id { m.barrier(id, Some(i.n.0))?; }
+            let mut arrived = None;
+            for lane in lanes(m.active()) {
+                let id = m.get(lane, i.id)?;
+                if arrived != Some(id) { m.barrier(id, Some(i.n.0))?; }
+                arrived = Some(id);
+            }
         }
     /// The lanes of a mask meet.
     bar_warp_sync = BarWarpSync { members: In<B32> }

@@ -5,6 +5,7 @@
 //! hardware bit for bit on integers and within the hardware's own rounding otherwise.
 //! Source: PTX ISA, "Warp Level Matrix Multiply-Accumulate Instructions".
 
+use super::alu::canonical;
 use super::{Access, Machine, isa, lanes, ptx};
 use crate::asm::reg::{Out, SharedAddr, Use, Vector};
 use crate::asm::types::{B32, F32, Order, Space};
@@ -16,10 +17,10 @@ isa! {
 
     /// Loads four 8x8 matrices of 16-bit elements; lane `8*j + r` gives the address of row `r` of matrix `j`.
     ldmatrix_sync_aligned_m8n8_x4_shared_b16 = LdmatrixX4 { d: Vector<Out<B32>, 4>, a: SharedAddr }
-        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {d}, {a};", ptx(7, 0, 75), Warp, LoadShared, |m, i| { ldmatrix(m, &i.d.0, i.a)?; }
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {d}, {a};", ptx(7, 0, 75), Warp, LoadShared(16), |m, i| { ldmatrix(m, &i.d.0, i.a)?; }
     /// Loads two 8x8 matrices of 16-bit elements; lanes 0 to 15 give the row addresses.
     ldmatrix_sync_aligned_m8n8_x2_shared_b16 = LdmatrixX2 { d: Vector<Out<B32>, 2>, a: SharedAddr }
-        "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {d}, {a};", ptx(7, 0, 75), Warp, LoadShared, |m, i| { ldmatrix(m, &i.d.0, i.a)?; }
+        "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {d}, {a};", ptx(7, 0, 75), Warp, LoadShared(16), |m, i| { ldmatrix(m, &i.d.0, i.a)?; }
     /// Multiplies fp16 fragments and accumulates in single precision: `d[16][8] = a[16][16] * b[16][8] + c`.
     mma_m16n8k16_f32_f16 = MmaM16n8k16F32F16 { d: Vector<Out<F32>, 4>, a: Vector<Use<B32>, 4>, b: Vector<Use<B32>, 2>, c: Vector<Use<F32>, 4> }
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {d}, {a}, {b}, {c};", ptx(7, 0, 80), Warp, Pure, |m, i| { mma_f16(m, i)?; }
@@ -73,13 +74,20 @@ fn mma_f16<M: Machine>(m: &mut M, i: &MmaM16n8k16F32F16) -> Result<(), M::Stop> 
             }
         }
     }
+    // Row by row over k, all columns side by side: the order of the sums is that of k.
+    let mut sums = [[-0.0; 8]; 16];
+    for (sums, a) in sums.iter_mut().zip(&a) {
+        for (a, b) in a.iter().zip(&b) {
+            sums.iter_mut().zip(b).for_each(|(sum, b)| *sum += a * b);
+        }
+    }
     let mut results = [[0.0; 4]; 32];
     for lane in 0..32 {
         for r in 0..4 {
             let (row, col) = fragment::c(lane, r);
             let c = f64::from(m.get(lane, i.c.0[r as usize])?);
-            let sum = (0..16).map(|k| a[row as usize][k] * b[k][col as usize]).sum::<f64>();
-            results[lane as usize][r as usize] = (sum + c) as f32;
+            let sum = sums[row as usize][col as usize];
+            results[lane as usize][r as usize] = canonical((sum + c) as f32);
         }
     }
     for (lane, values) in results.into_iter().enumerate() {

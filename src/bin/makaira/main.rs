@@ -5,6 +5,7 @@
 //! Results go to stdout, as text or with `--json` as one JSON value; everything else goes to stderr. The exit
 //! code is 0 for success, 1 for failure (a wrong product is one) and 2 for wrong usage.
 
+mod bench;
 mod cache;
 mod demo;
 mod device;
@@ -42,6 +43,8 @@ enum Command {
     Ptx(ptx::Args),
     /// Say which configuration a problem gets, and why.
     Explain(explain::Args),
+    /// Time products, the answers checked first.
+    Bench(bench::Args),
     /// Say what this machine can run, and why not.
     Doctor(doctor::Args),
     /// List or clear the compiled kernels on disk.
@@ -72,6 +75,7 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Run(args) => run::run(&args),
         Command::Ptx(args) => ptx::run(&args),
         Command::Explain(args) => explain::run(&args),
+        Command::Bench(args) => bench::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Cache(args) => cache::run(&args),
     }

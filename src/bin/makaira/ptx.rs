@@ -12,17 +12,17 @@ use serde_json::json;
 use crate::output::{Format, Progress, count, write};
 use crate::{device, problem};
 
-/// The golden set: what `--all` writes. One of each kind of kernel and the choices for common layers, each
-/// for its lowest target.
-#[rustfmt::skip]
-pub const GOLDENS: &[&str] = &[
-    "marlin_sm80_u4b8_f16_m1n64k1024_g128_w1_s3_c2",
-    "marlin_sm80_u4b8_f16_m8n64k1024_g128_w1_s3_c2",
-    "marlin_sm80_u4b8_f16_m16n64k1024_col_w1_s3_c2",
-    "marlin_sm80_u4b8_f16_m16n64k1024_g128_w1_s3_c2",
-    "marlin_sm80_u4b8_f16_m16n64k512_col_w1_s3_c1_el",
-    "marlin_sm80_u4b8_f16_m16n64k512_col_w1_s3_c1_kt",
-    "marlin_sm80_u4b8_f16_m16n64k512_g128_w1_s3_c1_r16",
+/// The golden set, what `--all` writes: one configuration for each aspect of the design. The folder `ptx` of
+/// the repository holds their texts.
+const GOLDENS: &[&str] = &[
+    "marlin_sm80_u4b8_f16_m1n64k1024_g128_w1_s3_c1",
+    "marlin_sm80_u4b8_f16_m4n64k256_g32_w2_s3_c1_ef",
+    "marlin_sm80_u4b8_f16_m8n64k512_col_w1_s2_c1_el",
+    "marlin_sm80_u4b8_f16_m8n64k512_g128_w1_s4_c1",
+    "marlin_sm80_u4b8_f16_m16n64k512_g128_w1_s2_c1_r16",
+    "marlin_sm80_u4b8_f16_m16n128k512_g128_w2_s3_c1",
+    "marlin_sm80_u4b8_f16_m16n128k256_col_w2_s3_c1",
+    "marlin_sm80_u4b8_f16_m32n128k256_g64_w4_s2_c1_kt",
     "marlin_sm80_u4b8_f16_m64n256k128_g128_w8_s3_c1_fs",
 ];
 
@@ -82,10 +82,12 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     })
 }
 
-/// The kernel of a configuration that is legal on the target.
-pub fn build(config: &Config, target: SmArch) -> anyhow::Result<Module> {
+/// The verified kernel of a configuration that is legal on the target.
+fn build(config: &Config, target: SmArch) -> anyhow::Result<Module> {
     select::check(config, target)?;
-    Ok(select::family_of(config).build(config, target))
+    let module = select::family_of(config).build(config, target);
+    module.verify()?;
+    Ok(module)
 }
 
 /// The configuration that the problem gets on a typical card of the target.

@@ -1,0 +1,180 @@
+//! Device memory of one shape: rotated copies of the weight, activations, output between canaries.
+//!
+//! The output buffer is filled with one NaN pattern before a launch. Afterwards no element of the product
+//! may be NaN and every element before and behind it must still have the pattern.
+
+use std::sync::Arc;
+
+use half::f16;
+use makaira::backend::{Backend, DevicePtr, Error};
+use makaira::gemm::{Gemm, Matrix, Weight};
+use makaira::weights::PackedWeights;
+
+use super::layer::Reference;
+use super::timer::MAX_LAUNCHES;
+
+/// A NaN that no arithmetic gives.
+const POISON: u16 = 0x7e5a;
+/// Elements before and behind the output.
+const CANARIES: usize = 1 << 15;
+/// Bytes that the copies of a weight take at least, so that none is left in L2 when its turn comes.
+const ROTATED_BYTES: usize = 560_000_000;
+
+/// The operands of one shape on a device.
+pub struct Operands {
+    backend: Arc<dyn Backend>,
+    /// Copies of one weight.
+    pub weights: Vec<Weight>,
+    n: usize,
+    k: usize,
+    a: DevicePtr,
+    c: DevicePtr,
+    c_elements: usize,
+}
+
+impl Operands {
+    /// Uploads a weight, as often as rotation demands or once, and activations of some rows.
+    ///
+    /// # Errors
+    /// If the device has too little memory.
+    pub fn new(
+        gemm: &Gemm,
+        packed: &PackedWeights,
+        a: &[f16],
+        rotate: bool,
+    ) -> Result<Self, makaira::gemm::Error> {
+        let backend = gemm.backend().clone();
+        let (n, k) = (packed.layout().n, packed.layout().k);
+        let num_copies = if rotate {
+            ROTATED_BYTES.div_ceil(packed.bytes().len()).clamp(2, MAX_LAUNCHES)
+        } else {
+            1
+        };
+        let weights = (0..num_copies).map(|_| gemm.upload(packed)).collect::<Result<_, _>>()?;
+        let c_elements = a.len() / k * n + 2 * CANARIES;
+        let operands = Self {
+            weights,
+            n,
+            k,
+            a: backend.alloc(2 * a.len() as u64)?,
+            c: backend.alloc(2 * c_elements as u64)?,
+            c_elements,
+            backend,
+        };
+        operands.backend.upload(operands.a, bytemuck::cast_slice(a))?;
+        Ok(operands)
+    }
+
+    /// The copy for launch number `idx`.
+    pub fn weight(&self, idx: usize) -> &Weight {
+        &self.weights[idx % self.weights.len()]
+    }
+
+    /// The activations.
+    pub fn a(&self) -> Matrix {
+        Matrix { ptr: self.a, stride: self.k as u64 }
+    }
+
+    /// The output.
+    pub fn c(&self) -> Matrix {
+        Matrix { ptr: self.c.offset(2 * CANARIES as u64), stride: self.n as u64 }
+    }
+
+    /// Fills output and canaries with the pattern.
+    ///
+    /// # Errors
+    /// Those of the upload.
+    pub fn poison(&self) -> Result<(), Error> {
+        self.backend.upload(self.c, bytemuck::cast_slice(&vec![POISON; self.c_elements]))
+    }
+
+    /// The relative error of `m` rows of output, or what is wrong with them beyond rounding.
+    ///
+    /// # Errors
+    /// Those of the download.
+    pub fn check(
+        &self,
+        m: usize,
+        reference: &Reference,
+        limit: f64,
+    ) -> Result<Result<f64, String>, Error> {
+        let mut c = vec![0u16; self.c_elements];
+        self.backend.download(self.c, bytemuck::cast_slice_mut(&mut c))?;
+        Ok(verdict(&c, m, self.n, reference, limit))
+    }
+}
+
+fn verdict(
+    c: &[u16],
+    m: usize,
+    n: usize,
+    reference: &Reference,
+    limit: f64,
+) -> Result<f64, String> {
+    let product = CANARIES..CANARIES + m * n;
+    let touched = |(idx, bits): &(usize, &u16)| !product.contains(idx) && **bits != POISON;
+    if let Some((idx, bits)) = c.iter().enumerate().find(touched) {
+        let at = idx as i64 - CANARIES as i64;
+        return Err(format!("element {at} of {} outputs was written: {bits:#06x}", m * n));
+    }
+    let c: &[f16] = bytemuck::cast_slice(&c[product]);
+    let num_nan = c.iter().filter(|c| c.is_nan()).count();
+    if let Some(first) = c.iter().position(|c| c.is_nan()) {
+        let kind = if c[first].to_bits() == POISON { "not written" } else { "NaN" };
+        let (row, column) = (first / n, first % n);
+        return Err(format!("{num_nan} NaN; the first, ({row}, {column}), is {kind}"));
+    }
+    let error = reference.relative_error(c, n);
+    if error < limit {
+        Ok(error)
+    } else {
+        Err(format!("relative error {error:.2e}, at most {limit:.0e} is rounding"))
+    }
+}
+
+impl Drop for Operands {
+    fn drop(&mut self) {
+        for ptr in [self.a, self.c] {
+            if let Err(error) = self.backend.free(ptr) {
+                log::debug!("freeing operands: {error}");
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use makaira::weights::Group;
+
+    use super::super::layer::{Layer, Shape, random_activations};
+    use super::*;
+
+    #[test]
+    fn a_wrong_unwritten_or_misplaced_element_is_noticed() {
+        let shape = Shape { name: String::new(), n: 64, k: 128 };
+        let layer = Layer::random(&shape, Group::PerColumn, 3);
+        let a = random_activations(2, 128, 4);
+        let reference = Reference::new(&layer, &a, 5);
+        let dense = layer.pack().expect("packs").dequantize();
+        let dot = |i: usize| {
+            let pairs = a[i / 64 * 128..][..128].iter().zip(&dense[i % 64 * 128..][..128]);
+            f16::from_f64(pairs.map(|(a, w)| a.to_f64() * f64::from(*w)).sum())
+        };
+        let mut c = vec![POISON; 3 * 64 + 2 * CANARIES];
+        for i in 0..2 * 64 {
+            c[CANARIES + i] = dot(i).to_bits();
+        }
+        let of = |c: &[u16]| verdict(c, 2, 64, &reference, 1e-3);
+        assert!(of(&c).expect("right") < 4e-4);
+        let with = |idx: usize, bits: u16| {
+            let mut c = c.clone();
+            c[idx] = bits;
+            of(&c).expect_err("wrong")
+        };
+        assert!(with(CANARIES - 1, 0).starts_with("element -1 of"));
+        assert!(with(CANARIES + 2 * 64, 0).starts_with("element 128 of"));
+        assert!(with(CANARIES + 70, POISON).contains("(1, 6), is not written"));
+        assert!(with(CANARIES + 70, 0x7fff).contains("(1, 6), is NaN"));
+        assert!(with(CANARIES + 70, f16::from_f32(90.0).to_bits()).starts_with("relative error"));
+    }
+}

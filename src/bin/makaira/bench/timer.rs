@@ -1,0 +1,159 @@
+//! Device time of repeated launches, and a watchdog for launches that never end.
+//!
+//! Launches are captured into a graph of about [`GRAPH_US`], replayed until the card is warm, then replayed
+//! [`NUM_REPLAYS`] times between events; the figure is the median replay divided by its launches, so the gap
+//! from launch to launch is in it. Everything is done twice: the difference is the noise.
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use makaira::backend;
+use makaira::driver::{CaptureMode, Context, Event, GraphExec, Stream};
+
+/// Length of a graph, in microseconds.
+const GRAPH_US: f64 = 2500.0;
+/// Most launches of a graph.
+pub const MAX_LAUNCHES: usize = 512;
+/// Length of the replays before the timed ones, in microseconds.
+const WARM_US: f64 = 15000.0;
+const NUM_REPLAYS: usize = 7;
+
+/// Microseconds per launch.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Timing {
+    /// The medians of two timings.
+    pub us: [f64; 2],
+    /// Launches in the graph.
+    pub num_launches: usize,
+}
+
+impl Timing {
+    /// Their mean.
+    pub fn mean(&self) -> f64 {
+        (self.us[0] + self.us[1]) / 2.0
+    }
+
+    /// Their difference as a fraction of the mean.
+    pub fn spread(&self) -> f64 {
+        (self.us[0] - self.us[1]).abs() / self.mean()
+    }
+}
+
+/// Times launches on a stream of its own.
+pub struct Timer {
+    context: Context,
+    stream: Stream,
+}
+
+impl Timer {
+    /// A timer of a device.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn new(context: &Context) -> anyhow::Result<Self> {
+        Ok(Self { context: context.clone(), stream: Stream::new(context)? })
+    }
+
+    /// Runs what `launch` enqueues for launch 0 and waits for it.
+    ///
+    /// # Errors
+    /// Those of `launch` and of the kernel.
+    pub fn once(
+        &self,
+        launch: &dyn Fn(usize, backend::Stream) -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
+        launch(0, self.stream.borrow().into())?;
+        self.stream.synchronize().context("running the kernel once")
+    }
+
+    /// Times `launch`, which enqueues the launch with the number that it is given.
+    ///
+    /// # Errors
+    /// Those of `launch`, of the driver and of the kernel.
+    pub fn time(
+        &self,
+        launch: &dyn Fn(usize, backend::Stream) -> anyhow::Result<()>,
+    ) -> anyhow::Result<Timing> {
+        let probe = self.graph(16, launch)?;
+        self.replays(&probe, 1)?;
+        let guess = self.replays(&probe, 3)?[1] / 16.0;
+        let num_launches = ((GRAPH_US / guess) as usize).clamp(4, MAX_LAUNCHES);
+        let graph = self.graph(num_launches, launch)?;
+        let warm = (WARM_US / (guess * num_launches as f64)).ceil() as usize;
+        let mut us = [0.0; 2];
+        for us in &mut us {
+            let mut replays = self.replays(&graph, warm + NUM_REPLAYS)?.split_off(warm);
+            replays.sort_by(f64::total_cmp);
+            *us = replays[NUM_REPLAYS / 2] / num_launches as f64;
+        }
+        Ok(Timing { us, num_launches })
+    }
+
+    fn graph(
+        &self,
+        num_launches: usize,
+        launch: &dyn Fn(usize, backend::Stream) -> anyhow::Result<()>,
+    ) -> anyhow::Result<GraphExec> {
+        let graph = self.stream.capture(CaptureMode::Relaxed, |stream| {
+            (0..num_launches).try_for_each(|idx| launch(idx, stream.into()))
+        })?;
+        Ok(graph.instantiate()?)
+    }
+
+    /// Microseconds of each of `count` replays, one right after the other.
+    fn replays(&self, graph: &GraphExec, count: usize) -> anyhow::Result<Vec<f64>> {
+        let stream = self.stream.borrow();
+        let events: Vec<Event> =
+            (0..=count).map(|_| Event::timed(&self.context)).collect::<Result<_, _>>()?;
+        events[0].record(stream)?;
+        for event in &events[1..] {
+            graph.launch(stream)?;
+            event.record(stream)?;
+        }
+        self.stream.synchronize().context("replaying the graph")?;
+        let times = events
+            .windows(2)
+            .map(|pair| Ok(1e3 * f64::from(pair[1].milliseconds_since(&pair[0])?)));
+        times.collect()
+    }
+}
+
+/// Ends the process when a step takes too long: a kernel that waits forever cannot be stopped otherwise.
+#[derive(Clone)]
+pub struct Watchdog {
+    step: Arc<Mutex<Option<(Instant, String)>>>,
+    limit: Duration,
+}
+
+impl Watchdog {
+    /// A watchdog that allows every step `limit`.
+    pub fn start(limit: Duration) -> Self {
+        let step = Arc::new(Mutex::new(None::<(Instant, String)>));
+        let watched = step.clone();
+        std::thread::spawn(move || {
+            loop {
+                std::thread::sleep(Duration::from_millis(100));
+                let step = watched.lock().expect("no panic holds it");
+                if let Some((deadline, what)) = &*step
+                    && *deadline < Instant::now()
+                {
+                    eprintln!(
+                        "gave up: {what} took more than {limit:?}; raise --timeout if that is right"
+                    );
+                    std::process::abort();
+                }
+            }
+        });
+        Self { step, limit }
+    }
+
+    /// Runs a step under watch.
+    pub fn watch<R>(&self, what: impl Into<String>, step: impl FnOnce() -> R) -> R {
+        let set = |value| *self.step.lock().expect("no panic holds it") = value;
+        set(Some((Instant::now() + self.limit, what.into())));
+        let result = step();
+        set(None);
+        result
+    }
+}
