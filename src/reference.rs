@@ -287,9 +287,10 @@ impl fmt::Display for Errors {
         if let Some(Outside { row, column, found, exact, bound }) = self.first_outside {
             write!(
                 f,
-                "; {} elements outside, the first at row {row}, column {column}: {found} for {exact:.6}, \
+                "; {} element{} outside, the first at row {row}, column {column}: {found} for {exact:.6}, \
                  {bound:.2e} allowed",
-                self.num_outside
+                self.num_outside,
+                if self.num_outside == 1 { "" } else { "s" }
             )?;
         }
         Ok(())

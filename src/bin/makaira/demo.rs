@@ -53,7 +53,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let seed = args.seed.unwrap_or_else(Random::fresh_seed);
     let device = Device::open(&args.device)?;
     format.line(format!("layer     {layer}"))?;
-    format.line(format!("device    {}", device.title()))?;
+    format.line(device.lines().join("\n"))?;
     let trial = Trial::new(&device, &checkpoint.layer(&layer.name)?)?;
     let (packed, time) = (trial.packed_bytes, trial.pack_time);
     format.line(format!("packed    {} in {time:.1?}", bytes(packed as u64)))?;
@@ -61,9 +61,6 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let mut random = Random::new(seed);
     let mut outcomes = Vec::new();
     for m in args.m.iter().map(|m| *m as usize) {
-        if m == 0 {
-            bail!("--m 0: a product of no rows launches nothing; ask for at least 1");
-        }
         if let (Some(x), Some(y)) = (golden.x.get(..m * layer.k), golden.y.get(..m * layer.n)) {
             outcomes.push(trial.product("recorded", x, Some(y))?);
             format.line(outcomes[outcomes.len() - 1].lines().join("\n"))?;

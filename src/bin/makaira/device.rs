@@ -140,14 +140,15 @@ impl Device {
         Self { backend: emu.clone(), emu: Some(emu), why_emulated }
     }
 
-    /// What it is, in one line.
-    pub fn title(&self) -> String {
+    /// What it is, in one line or two.
+    pub fn lines(&self) -> Vec<String> {
         let spec = describe(self.backend.device());
-        match (&self.emu, &self.why_emulated) {
-            (None, _) => spec,
-            (Some(_), None) => format!("emulator, standing in for {spec}"),
-            (Some(_), Some(why)) => format!("emulator, standing in for {spec}; no GPU here: {why}"),
-        }
+        let mut lines = match &self.emu {
+            None => vec![format!("device    {spec}")],
+            Some(_) => vec![format!("device    emulator, standing in for {spec}")],
+        };
+        lines.extend(self.why_emulated.as_ref().map(|why| format!("no GPU    {why}")));
+        lines
     }
 
     /// What it is, for programs.

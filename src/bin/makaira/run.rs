@@ -44,9 +44,6 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     if args.list {
         return list(&checkpoint, format);
     }
-    if args.m.contains(&0) {
-        bail!("--m 0: a product of no rows launches nothing; ask for at least 1");
-    }
     let names: Vec<&str> = match args.all {
         true => checkpoint.layers().iter().map(|layer| layer.name.as_str()).collect(),
         false => args.layer.iter().map(String::as_str).collect(),
@@ -57,7 +54,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     }
     let seed = args.seed.unwrap_or_else(Random::fresh_seed);
     let device = Device::open(&args.device)?;
-    format.line(format!("device    {}", device.title()))?;
+    format.line(device.lines().join("\n"))?;
     format.line(format!("seed      {seed}"))?;
     let mut progress = Progress::new(names.len() * args.m.len());
     let (mut layers, mut num_products, mut num_wrong) = (Vec::new(), 0, 0);

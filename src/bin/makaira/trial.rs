@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
+use anyhow::bail;
 use half::f16;
 use makaira::backend::{DevicePtr, Stream};
 use makaira::emu::LaunchReport;
@@ -61,7 +61,7 @@ pub struct Outcome {
     pub input: &'static str,
     /// The kernel and stripe length.
     pub choice: select::Choice,
-    /// CTAs of the first launch.
+    /// CTAs of the first launch, zero without one.
     pub grid: [u32; 2],
     /// Time to emit and load the kernel, if that was done now.
     pub load_time: Duration,
@@ -103,7 +103,9 @@ impl<'d> Trial<'d> {
         let rows = dense_rows(n as u32, k as u32);
         let group = self.weight.layout().group;
         let problem = Problem { m: m as u64, n: n as u32, k: k as u32, group, rows };
-        let choice = select::choose(&problem, self.device.backend.device())?;
+        // Without rows nothing is launched; there is a kernel all the same.
+        let chosen_for = Problem { m: problem.m.max(1), ..problem };
+        let choice = select::choose(&chosen_for, self.device.backend.device())?;
         let start = Instant::now();
         let prepared = self.gemm.prepare_choice(choice)?;
         let load_time = start.elapsed();
@@ -117,8 +119,9 @@ impl<'d> Trial<'d> {
             checks.push(Check { against: "golden", errors });
         }
         let plan = select::plans(&choice.config, &problem, choice.stripe).next();
-        let grid = plan.context("a product of at least one row has a launch")?.grid;
-        let report = self.device.emu.as_ref().and_then(|emu| emu.last_report());
+        let grid = plan.map_or([0, 0], |plan| plan.grid);
+        let launched = self.device.emu.as_ref().filter(|_| m > 0);
+        let report = launched.and_then(|emu| emu.last_report());
         let kernel = &prepared.kernel;
         let (num_regs, local_bytes) = (kernel.num_regs(), kernel.local_bytes());
         Ok(Outcome {
@@ -188,7 +191,7 @@ struct Buffer<'d> {
 
 impl<'d> Buffer<'d> {
     fn new(device: &'d Device, bytes: &[u8]) -> anyhow::Result<Self> {
-        let ptr = device.backend.alloc(bytes.len() as u64)?;
+        let ptr = device.backend.alloc(bytes.len().max(1) as u64)?;
         let buffer = Self { device, ptr };
         device.backend.upload(ptr, bytes)?;
         Ok(buffer)
@@ -276,5 +279,53 @@ impl Outcome {
             "emulator": report,
             "ok": self.is_ok(),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use makaira::checkpoint::Checkpoint;
+    use makaira::reference::Random;
+
+    use super::*;
+    use crate::device::{self, DeviceArgs, Place};
+
+    fn emulator() -> Device {
+        let device_like = device::preset("h200").expect("a known card");
+        Device::open(&DeviceArgs { device: Place::Emulator, device_like }).expect("always there")
+    }
+
+    /// The verdict comes from the comparison: a golden that one element of the product does not meet.
+    #[test]
+    fn a_product_outside_its_bound_is_told() {
+        let demo = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/assets/demo"));
+        let checkpoint = Checkpoint::open(demo).expect("readable");
+        let matrix = checkpoint.layer(&checkpoint.layers()[0].name).expect("legal");
+        let device = emulator();
+        let trial = Trial::new(&device, &matrix).expect("it fits");
+        let x = Random::new(31).activations(3 * matrix.k());
+        let exact = Reference::new(&x, &reference::decode(&matrix), matrix.k());
+        let mut golden: Vec<f32> = exact.values().iter().map(|y| *y as f32).collect();
+        let outcome = trial.product("random", &x, Some(&golden)).expect("it runs");
+        assert!(outcome.is_ok(), "{:?}", outcome.lines());
+        golden[2 * matrix.n() + 7] += 0.5;
+        let outcome = trial.product("random", &x, Some(&golden)).expect("it runs");
+        assert!(!outcome.is_ok() && outcome.to_json()["ok"] == false);
+        let told = outcome.lines().join("\n");
+        assert!(told.contains("1 element outside, the first at row 2, column 7"), "{told}");
+        assert!(told.contains(": ok\n") && told.contains(": WRONG\n"), "{told}");
+    }
+
+    #[test]
+    fn b11_no_rows_are_no_failure() {
+        let demo = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/assets/demo"));
+        let checkpoint = Checkpoint::open(demo).expect("readable");
+        let matrix = checkpoint.layer(&checkpoint.layers()[0].name).expect("legal");
+        let device = emulator();
+        let outcome = Trial::new(&device, &matrix).expect("it fits").product("random", &[], None);
+        let outcome = outcome.expect("nothing to do");
+        assert!(outcome.is_ok() && outcome.grid == [0, 0] && outcome.report.is_none());
     }
 }
