@@ -7,7 +7,7 @@ use super::grid::{self, Options};
 use super::memory::{Memory, MemoryError};
 use super::program::Program;
 use super::report::{Fault, LaunchReport};
-use crate::asm::Module;
+use crate::asm::{Diagnostics, Module};
 use crate::backend::{Arg, Backend, DevicePtr, Error, Kernel, Stream};
 use crate::target::{DeviceSpec, PtxIsa, SmArch};
 
@@ -21,29 +21,16 @@ pub enum EmuError {
     /// Device memory was addressed wrongly by the host.
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    /// The module is for another target.
-    #[error("{module} is written for {target}, the device is {device}; build it for the device")]
-    Target {
+    /// The module breaks a rule or does not fit the device.
+    #[error(transparent)]
+    Refused(#[from] Diagnostics),
+    /// The CTA is empty or too large.
+    #[error("{module} has {threads} threads per CTA; choose 1 to {MAX_THREADS}")]
+    Threads {
         /// The entry's name.
         module: String,
-        /// What the module is for.
-        target: SmArch,
-        /// What the device is.
-        device: SmArch,
-    },
-    /// The module asks for more than the device has.
-    #[error(
-        "{module} wants {asked} {what}, the device has {limit}; choose a smaller configuration"
-    )]
-    TooLarge {
-        /// The entry's name.
-        module: String,
-        /// Of what.
-        what: &'static str,
-        /// How many.
-        asked: u32,
-        /// How many there are.
-        limit: u32,
+        /// Threads of a CTA.
+        threads: u32,
     },
     /// The arguments are not those of the entry.
     #[error("{module} takes {expected}, given {given}; pass its parameters in order")]
@@ -78,14 +65,6 @@ const MAX_CTAS: u64 = 1 << 16;
 /// Most threads of a CTA. Source: CUDA C++ Programming Guide, "Compute Capabilities".
 const MAX_THREADS: u32 = 1024;
 
-fn check_threads(module: &str, threads: u32) -> Result<(), EmuError> {
-    if (1..=MAX_THREADS).contains(&threads) {
-        return Ok(());
-    }
-    let (module, what) = (module.to_owned(), "threads per CTA, at least 1");
-    Err(EmuError::TooLarge { module, what, asked: threads, limit: MAX_THREADS })
-}
-
 /// A kernel that the emulator has loaded.
 #[derive(Debug)]
 pub struct EmuKernel {
@@ -93,7 +72,7 @@ pub struct EmuKernel {
 }
 
 impl EmuKernel {
-    /// Decodes a module without asking whether a device could run it.
+    /// Decodes a module without verifying it: what a program does is what its run reports.
     pub fn new(module: &Module) -> Self {
         Self { program: Program::new(module) }
     }
@@ -110,7 +89,10 @@ impl EmuKernel {
         options: &Options,
     ) -> Result<LaunchReport, EmuError> {
         let module = || self.program.name.clone();
-        check_threads(&self.program.name, self.program.threads)?;
+        let threads = self.program.threads;
+        if !(1..=MAX_THREADS).contains(&threads) {
+            return Err(EmuError::Threads { module: module(), threads });
+        }
         let num_ctas = u64::from(grid[0]) * u64::from(grid[1]);
         if !(1..=MAX_CTAS).contains(&num_ctas) {
             return Err(EmuError::Grid { module: module(), x: grid[0], y: grid[1] });
@@ -232,23 +214,6 @@ impl EmuBackend {
         // A panic elsewhere while the lock was held leaves plain data behind.
         self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
-
-    fn check(&self, module: &Module) -> Result<(), EmuError> {
-        let entry = &module.entry;
-        let (name, target, device) = (|| entry.name.clone(), module.target, self.device.arch);
-        let runs = if target.specific { target.sm == device.sm } else { target.sm <= device.sm };
-        if !runs {
-            return Err(EmuError::Target { module: name(), target, device });
-        }
-        let too_large =
-            |what, asked, limit| EmuError::TooLarge { module: name(), what, asked, limit };
-        check_threads(&entry.name, entry.threads)?;
-        let (smem, limit) = (entry.smem.bytes(), self.device.smem_per_cta_bytes);
-        if smem > limit {
-            return Err(too_large("bytes of shared memory", smem, limit));
-        }
-        Ok(())
-    }
 }
 
 impl Backend for EmuBackend {
@@ -278,7 +243,7 @@ impl Backend for EmuBackend {
 
     fn load(&self, module: &Module) -> Result<Arc<dyn Kernel>, Error> {
         let what = || format!("cannot load {}", module.entry.name);
-        self.check(module).map_err(|e| Error::new(what(), e))?;
+        module.verify_for(&self.device).map_err(|e| Error::new(what(), EmuError::from(e)))?;
         Ok(Arc::new(EmuKernel::new(module)))
     }
 

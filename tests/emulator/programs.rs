@@ -3,6 +3,7 @@
 use makaira::asm::types::{B32, Cmp};
 use makaira::backend::{Arg, Backend, Stream};
 use makaira::emu::EmuBackend;
+use makaira::target::SmArch;
 use proptest::prelude::*;
 
 use super::support::{Run, element, module, pointer, slot, sum};
@@ -125,7 +126,7 @@ proptest! {
 /// The same program through the backend's calls; what does not fit is refused.
 #[test]
 fn the_backend_loads_and_launches() {
-    let double = module(32, 0, |asm, p| {
+    let double = module(32, 4, |asm, p| {
         let (buffer, factor) = (pointer(asm, "buffer"), asm.param_u32("factor"));
         let (scale, value) = (asm.reg(), asm.reg());
         asm.ld_param_u32(scale, factor);
@@ -157,12 +158,19 @@ fn the_backend_loads_and_launches() {
     let empty = backend.launch(&*kernel, [0, 1], &args, Stream::default());
     assert!(empty.is_err(), "an empty grid is refused");
 
-    let mut large = makaira::asm::Asm::new();
-    large.smem.region("all", 164 << 10, 16);
-    let large = large.finish("large", makaira::target::SmArch::baseline(80), 32, 1);
-    assert!(backend.load(&large).is_err(), "more shared memory than the device has");
-    let newer =
-        makaira::asm::Asm::new().finish("newer", makaira::target::SmArch::baseline(90), 32, 1);
+    let large = module(32, 164 << 10, |_, _| {});
+    let refused = backend.load(&large).expect_err("more shared memory than the device has");
+    let cause = std::error::Error::source(&refused).expect("the verifier's diagnostics");
+    assert!(cause.to_string().contains("shared"), "{cause}");
+    let mut undefined = makaira::asm::Asm::new();
+    let value = undefined.reg();
+    undefined.mov_b32(value, value);
+    undefined.exit();
+    let undefined = undefined.finish("undefined", SmArch::baseline(80), 32, 1);
+    assert!(backend.load(&undefined).is_err(), "the verifier is asked");
+    let mut newer = makaira::asm::Asm::new();
+    newer.exit();
+    let newer = newer.finish("newer", SmArch::baseline(90), 32, 1);
     assert!(backend.load(&newer).is_err(), "a module for a newer target");
     assert!(EmuBackend::h200_like(4).load(&newer).is_ok());
     backend.free(ptr).expect("the allocation is live");
