@@ -18,7 +18,7 @@ mod tests;
 pub use report::{Diagnostic, Diagnostics, Rule, Site};
 
 use super::builder::{Item, Node};
-use super::isa::{Inst, TargetSet, alu::Alu, async_copy::CopyAsync, sync::Sync};
+use super::isa::{Effect, Inst, TargetSet, alu::Alu, async_copy::CopyAsync, sync::Sync};
 use super::module::Module;
 use super::reg::{In, Label, Role};
 use super::types::Class;
@@ -339,7 +339,7 @@ impl Checker<'_> {
                     }
                 }
                 Item::Inst(node) => {
-                    if let Some(label) = node.inst.label() {
+                    if let Some(label) = target_of(node) {
                         used.insert(label.id, label);
                     }
                     n += 1;
@@ -348,7 +348,7 @@ impl Checker<'_> {
             }
         }
         for n in 0..self.nodes.len() {
-            if let Some(label) = self.nodes[n].inst.label()
+            if let Some(label) = target_of(self.nodes[n])
                 && bound.get(&label.id).is_none_or(|(known, _)| *known != label)
             {
                 self.report(Rule::Label, n, format!("{label} is not bound: `bind` it once"));
@@ -383,6 +383,14 @@ impl Checker<'_> {
             );
             self.report(Rule::Definition, n, what);
         }
+    }
+}
+
+/// The label that the instruction may continue at; only control flow has one.
+fn target_of(node: &Node) -> Option<Label> {
+    match node.inst.row().effect {
+        Effect::Control => node.inst.label(),
+        _ => None,
     }
 }
 

@@ -6,6 +6,7 @@
 
 mod coverage;
 mod gpu;
+mod lane;
 mod laws;
 mod numerics;
 mod operands;

@@ -1,6 +1,6 @@
 //! The instruction table: one row per instruction, everything else derived from it.
 //!
-//! A row of [`isa!`] gives the builder method (the PTX opcode with dots as underscores), the operands with
+//! A row of `isa!` gives the builder method (the PTX opcode with dots as underscores), the operands with
 //! their roles, the exact text, the requirement ([`Since`]), who executes it ([`Scope`]), what it does to
 //! memory and control ([`Effect`], with the bytes per address if it has one) and its meaning against a
 //! [`Machine`]. The compiler refuses a row whose text misses an operand, a call with a register of the

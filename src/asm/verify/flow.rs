@@ -61,7 +61,7 @@ impl Flow {
             if !control || guard.is_some() {
                 run.lead_to(run_at(end), guard.filter(|_| control).map(|(p, value)| (p, !value)));
             }
-            let target = last.inst.label().filter(|_| control);
+            let target = if control { last.inst.label() } else { None };
             if let Some(target) = target.and_then(|label| targets.get(&label.id)) {
                 run.lead_to(run_at(*target), guard);
             }
@@ -189,7 +189,8 @@ struct Step {
     reads: std::ops::Range<usize>,
     writes: std::ops::Range<usize>,
     guard: Option<Guard>,
-    logic: Option<Logic>,
+    /// The implications that hold after it.
+    implies: Vec<u32>,
 }
 
 /// A guard that implies others.
@@ -206,8 +207,10 @@ struct Facts {
     of_reg: Vec<Vec<(Guard, u32)>>,
     /// For each predicate the same, with the register.
     of_pred: Vec<Vec<(bool, u32, u32)>>,
-    /// `(guard, implied guard, fact)`.
-    implications: Vec<(Guard, Guard, u32)>,
+    /// For each predicate what its value implies: `(value, implied guard, fact)`.
+    implied: Vec<Vec<(bool, Guard, u32)>>,
+    /// For each predicate the implications that it stands in, on either side.
+    mentions: Vec<Vec<u32>>,
 }
 
 impl Facts {
@@ -218,6 +221,7 @@ impl Facts {
             base[class as usize] = num_regs;
             num_regs += entry.num_regs[class as usize];
         }
+        let num_preds = entry.num_regs[Class::Pred as usize] as usize;
         let mut facts = Facts {
             base,
             num_regs: num_regs as usize,
@@ -225,8 +229,9 @@ impl Facts {
             steps: Vec::with_capacity(entry.items.len()),
             touched: Vec::with_capacity(6 * entry.items.len()),
             of_reg: vec![Vec::new(); num_regs as usize],
-            of_pred: vec![Vec::new(); entry.num_regs[Class::Pred as usize] as usize],
-            implications: Vec::new(),
+            of_pred: vec![Vec::new(); num_preds],
+            implied: vec![Vec::new(); num_preds],
+            mentions: vec![Vec::new(); num_preds],
         };
         let mut num_facts = num_regs;
         for item in &entry.items {
@@ -268,15 +273,28 @@ impl Facts {
                 }
             }
         }
-        let logic = logic(&node.inst).filter(|pairs| {
-            guard.is_none() && pairs.iter().all(|(g, h)| g.0.max(h.0) < self.of_pred.len() as u32)
-        });
-        for (g, h) in logic.iter().flatten() {
-            if self.implications.iter().all(|(a, b, _)| (a, b) != (g, h)) {
-                self.implications.push((*g, *h, fresh()));
+        let mut implies = Vec::new();
+        let logic = logic(&node.inst).filter(|_| guard.is_none());
+        for (g, h) in logic.into_iter().flatten() {
+            // A predicate that is combined into itself implies nothing about its new value.
+            if g.0 == h.0 || g.0.max(h.0) as usize >= self.implied.len() {
+                continue;
             }
+            let of_g = &mut self.implied[g.0 as usize];
+            let known = of_g.iter().find(|(value, other, _)| (*value, *other) == (g.1, h));
+            let fact = match known {
+                Some((.., fact)) => *fact,
+                None => {
+                    let fact = fresh();
+                    of_g.push((g.1, h, fact));
+                    self.mentions[g.0 as usize].push(fact);
+                    self.mentions[h.0 as usize].push(fact);
+                    fact
+                }
+            };
+            implies.push(fact);
         }
-        self.steps.push(Step { reads, writes, guard, logic });
+        self.steps.push(Step { reads, writes, guard, implies });
     }
 
     /// Whether `reg` is defined where `guard` holds.
@@ -299,8 +317,9 @@ impl Facts {
         let mut holding = vec![guard];
         let mut next = 0;
         while next < holding.len() {
-            for (g, h, fact) in &self.implications {
-                if *g == holding[next] && state.has(*fact) && !holding.contains(h) {
+            let (pred, holds) = holding[next];
+            for (value, h, fact) in self.implied.get(pred as usize).into_iter().flatten() {
+                if *value == holds && state.has(*fact) && !holding.contains(h) {
                     holding.push(*h);
                 }
             }
@@ -351,14 +370,8 @@ impl Facts {
                 self.forget(pred, state);
             }
         }
-        for pair in step.logic.iter().flatten() {
-            // A predicate that is combined into itself implies nothing about its new value.
-            if pair.0.0 != pair.1.0
-                && let Some((.., fact)) =
-                    self.implications.iter().find(|(g, h, _)| (*g, *h) == *pair)
-            {
-                state.set(*fact, true);
-            }
+        for fact in &step.implies {
+            state.set(*fact, true);
         }
     }
 
@@ -368,10 +381,8 @@ impl Facts {
             let defined = state.has(*reg);
             state.set(*fact, defined);
         }
-        for (g, h, fact) in &self.implications {
-            if g.0 == pred || h.0 == pred {
-                state.set(*fact, false);
-            }
+        for fact in &self.mentions[pred as usize] {
+            state.set(*fact, false);
         }
     }
 

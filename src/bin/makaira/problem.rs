@@ -1,0 +1,56 @@
+//! A problem given on the command line.
+
+use anyhow::Context;
+use makaira::kernel::{Problem, Rows};
+use makaira::weights::Group;
+
+/// The sizes of a product.
+#[derive(Debug, clap::Args)]
+pub struct ProblemArgs {
+    /// Rows of the activations: the batch.
+    #[arg(long, requires_all = ["n", "k"])]
+    pub m: Option<u64>,
+    /// Outputs of the layer.
+    #[arg(long, requires = "m")]
+    pub n: Option<u32>,
+    /// Inputs of the layer.
+    #[arg(long, requires = "m")]
+    pub k: Option<u32>,
+    /// Inputs that share a scale: -1 (all of a column), 32, 64 or 128.
+    #[arg(long, default_value_t = 128, allow_negative_numbers = true)]
+    pub group: i64,
+}
+
+impl ProblemArgs {
+    /// The problem, for rows that lie densely at aligned addresses.
+    pub fn problem(&self) -> anyhow::Result<Problem> {
+        let missing = "a problem needs --m, --n and --k";
+        let (m, n, k) =
+            (self.m.context(missing)?, self.n.context(missing)?, self.k.context(missing)?);
+        if m == 0 || n == 0 || k == 0 {
+            anyhow::bail!("--m {m} --n {n} --k {k}: a kernel is made for at least 1 of each");
+        }
+        let group = Group::new(k as usize, self.group)?;
+        Ok(Problem { m, n, k, group, rows: dense_rows(n, k) })
+    }
+}
+
+/// How rows of exactly `n` and `k` elements at aligned addresses can be accessed.
+pub fn dense_rows(n: u32, k: u32) -> Rows {
+    match (n % 4, k % 8, k % 128) {
+        (0, 0, 0) => Rows::Whole,
+        (0, 0, _) => Rows::Vector,
+        _ => Rows::Element,
+    }
+}
+
+/// A problem in one line.
+pub fn describe(problem: &Problem) -> String {
+    let Problem { m, n, k, group, rows } = problem;
+    let rows = match rows {
+        Rows::Whole => "rows by whole runs of 128",
+        Rows::Vector => "rows by vectors",
+        Rows::Element => "rows by elements",
+    };
+    format!("m {m}, n {n}, k {k}, group {}, {rows}", group.raw())
+}

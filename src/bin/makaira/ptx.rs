@@ -1,0 +1,120 @@
+//! `makaira ptx`: kernels as PTX text.
+
+use std::fs;
+use std::path::PathBuf;
+
+use anyhow::{Context, bail};
+use makaira::asm::{Module, PrintOptions};
+use makaira::kernel::{Config, select};
+use makaira::target::SmArch;
+use serde_json::json;
+
+use crate::output::{Format, Progress, count, write};
+use crate::{device, problem};
+
+/// The golden set, what `--all` writes: one configuration for each aspect of the design. The folder `ptx` of
+/// the repository holds their texts.
+const GOLDENS: &[&str] = &[
+    "marlin_sm80_u4b8_f16_m1n64k1024_g128_w1_s3_c1",
+    "marlin_sm80_u4b8_f16_m4n64k256_g32_w2_s3_c1_ef",
+    "marlin_sm80_u4b8_f16_m8n64k512_col_w1_s2_c1_el",
+    "marlin_sm80_u4b8_f16_m8n64k512_g128_w1_s4_c1",
+    "marlin_sm80_u4b8_f16_m16n64k512_g128_w1_s2_c1_r16",
+    "marlin_sm80_u4b8_f16_m16n128k512_g128_w2_s3_c1",
+    "marlin_sm80_u4b8_f16_m16n128k256_col_w2_s3_c1",
+    "marlin_sm80_u4b8_f16_m32n128k256_g64_w4_s2_c1_kt",
+    "marlin_sm80_u4b8_f16_m64n256k128_g128_w8_s3_c1_fs",
+];
+
+/// Arguments of `ptx`.
+#[derive(Debug, clap::Args)]
+#[command(group(clap::ArgGroup::new("what").required(true).args(["config", "m", "all"])))]
+pub struct Args {
+    /// A configuration's name, instead of a problem.
+    config: Option<Config>,
+    #[command(flatten)]
+    problem: problem::ProblemArgs,
+    /// The target that the text is written for.
+    #[arg(long, default_value = "sm_80")]
+    target: SmArch,
+    /// Streaming multiprocessors of the card to choose for; those of a typical one if not given.
+    #[arg(long, value_name = "NUMBER", conflicts_with_all = ["config", "all"])]
+    sms: Option<u32>,
+    /// Carry the Rust lines that emitted each instruction, for a profiler's source page.
+    #[arg(long)]
+    lineinfo: bool,
+    /// Write the text to this file.
+    #[arg(short, long, value_name = "FILE", conflicts_with = "all")]
+    output: Option<PathBuf>,
+    /// Write every configuration of the golden set to a file of its name in this folder.
+    #[arg(long, value_name = "FOLDER")]
+    all: Option<PathBuf>,
+    #[command(flatten)]
+    format: Format,
+}
+
+/// Runs `ptx`.
+pub fn run(args: &Args) -> anyhow::Result<()> {
+    if let Some(folder) = &args.all {
+        return all(args, folder);
+    }
+    let config = match args.config {
+        Some(config) => config,
+        None => chosen(args)?,
+    };
+    let module = build(&config, args.target)?;
+    let text = module.to_ptx(PrintOptions { line_info: args.lineinfo });
+    if let Some(path) = &args.output {
+        fs::write(path, &text).with_context(|| format!("cannot write {}", path.display()))?;
+        let what = format!("{config} for {}", args.target);
+        args.format.line(format!("{}: {what}", path.display()))?;
+    } else if !args.format.json {
+        write(&text)?;
+    }
+    args.format.value(|| {
+        json!({
+            "config": config.to_string(),
+            "target": args.target.to_string(),
+            "version": module.isa().to_string(),
+            "file": args.output,
+            "ptx": args.output.is_none().then_some(text),
+        })
+    })
+}
+
+/// The verified kernel of a configuration that is legal on the target.
+fn build(config: &Config, target: SmArch) -> anyhow::Result<Module> {
+    select::check(config, target)?;
+    let module = select::family_of(config).build(config, target);
+    module.verify()?;
+    Ok(module)
+}
+
+/// The configuration that the problem gets on a typical card of the target.
+fn chosen(args: &Args) -> anyhow::Result<Config> {
+    let mut spec = device::typical(args.target)?;
+    match args.sms {
+        Some(0) => bail!("--sms 0: a card has at least one"),
+        Some(num_sms) => spec.num_sms = num_sms,
+        None => {}
+    }
+    Ok(select::choose(&args.problem.problem()?, &spec)?.config)
+}
+
+fn all(args: &Args, folder: &PathBuf) -> anyhow::Result<()> {
+    fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let mut progress = Progress::new(GOLDENS.len());
+    let mut files = Vec::new();
+    for name in GOLDENS {
+        progress.step(name);
+        let config: Config = name.parse()?;
+        let text = build(&config, args.target)?.to_ptx(PrintOptions { line_info: args.lineinfo });
+        let path = folder.join(name).with_extension("ptx");
+        fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
+        files.push(path);
+    }
+    drop(progress);
+    let what = count(files.len(), "configuration");
+    args.format.line(format!("{what} written to {}", folder.display()))?;
+    args.format.value(|| json!({ "files": files }))
+}

@@ -1,0 +1,319 @@
+//! The real assembler on every configuration that the selection ships, and its machine code.
+//!
+//! Grid: the linear layers of two models and odd ones, every row tile, every group rule and row layout,
+//! four targets. Each choice must assemble without spills or local memory, in registers and shared memory
+//! that let as many CTAs share an SM as the configuration says. What the weave is for is then looked up in
+//! the machine code: the main loop holds what the kernel's abstract counts, and no long run of one kind.
+//! `MAKAIRA_ORACLE_ALL=1` assembles the odd layers' choices too, of which a sample is taken otherwise.
+
+mod common;
+
+use std::collections::BTreeSet;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use common::oracle::{Nvdisasm, Ptxas, Sass};
+use makaira::kernel::{Config, Problem, Rows, select};
+use makaira::target::{DeviceSpec, PtxIsa, SmArch};
+use makaira::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES, TILE_K};
+
+/// Targets, each with the SMs of a well-known card and its L2 in MiB.
+const TARGETS: [(u16, u32, u64); 4] = [(80, 108, 40), (86, 82, 6), (89, 128, 72), (90, 132, 50)];
+
+/// The linear layers of two models: outputs and inputs.
+const LAYERS: [(u32, u32); 8] = [
+    (6144, 4096),
+    (4096, 4096),
+    (28672, 4096),
+    (4096, 14336),
+    (10240, 8192),
+    (8192, 8192),
+    (57344, 8192),
+    (8192, 28672),
+];
+
+/// Layers that no tile divides.
+const ODD_LAYERS: [(u32, u32); 4] = [(1000, 11008), (64, 128), (257, 4000), (152064, 3584)];
+
+/// One batch for each row tile, and a large one.
+const BATCHES: [u64; 9] = [1, 2, 4, 8, 16, 32, 48, 64, 1024];
+
+fn device(sm: u16, num_sms: u32, l2_mib: u64) -> DeviceSpec {
+    let arch = SmArch::baseline(sm);
+    DeviceSpec {
+        name: format!("{num_sms} SMs of {arch}"),
+        arch,
+        isa: PtxIsa::new(9, 0),
+        num_sms,
+        l2_bytes: l2_mib << 20,
+        smem_per_cta_bytes: arch.spec().expect("in the table").smem_per_cta_bytes,
+    }
+}
+
+/// The choices for some problems on a device.
+fn choices(
+    device: &DeviceSpec,
+    layers: &[(u32, u32)],
+    groups: &[Group],
+    rows: &[Rows],
+) -> BTreeSet<Config> {
+    let mut choices = BTreeSet::new();
+    for (n, k) in layers {
+        for m in BATCHES {
+            for group in groups {
+                for rows in rows {
+                    let problem = Problem { m, n: *n, k: *k, group: *group, rows: *rows };
+                    let choice = select::choose(&problem, device);
+                    choices.insert(choice.unwrap_or_else(|error| panic!("{error}")).config);
+                }
+            }
+        }
+    }
+    choices
+}
+
+/// What is shipped for a target, and what odd layers add to that.
+fn shipped(device: &DeviceSpec) -> (BTreeSet<Config>, BTreeSet<Config>) {
+    let two = [Group::PerColumn, Group::Size(128)];
+    let all = [Group::PerColumn, Group::Size(32), Group::Size(64), Group::Size(128)];
+    let shipped = choices(device, &LAYERS, &two, &[Rows::Whole]);
+    let rows = [Rows::Whole, Rows::Vector, Rows::Element];
+    let odd = choices(device, &ODD_LAYERS, &all, &rows);
+    let odd = odd.difference(&shipped).copied().collect();
+    (shipped, odd)
+}
+
+/// Calls `work` on every item, on all processors; what it complained of.
+fn on_all_processors<T: Sync>(items: &[T], work: impl Fn(&T) -> Vec<String> + Sync) -> Vec<String> {
+    let next = AtomicUsize::new(0);
+    let found = Mutex::new(Vec::new());
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let complaints = work(item);
+                    found.lock().expect("no thread panicked").extend(complaints);
+                }
+            });
+        }
+    });
+    found.into_inner().expect("no thread panicked")
+}
+
+/// What is wrong with an assembled configuration, and with its main loop if `listing` can be made.
+fn complaints(
+    ptxas: &Ptxas,
+    listing: Option<&Nvdisasm>,
+    config: &Config,
+    target: SmArch,
+) -> Vec<String> {
+    let family = select::family_of(config);
+    let module = family.build(config, target);
+    let name = format!("{target} {config}");
+    let assembled = match ptxas.assemble(&module.to_string(), &target.to_string(), &[]) {
+        Ok(assembled) => assembled,
+        Err(log) => return vec![format!("{name}: {log}")],
+    };
+    let spec = target.spec().expect("in the table");
+    let smem = module.entry.smem.bytes();
+    let fit = spec.ctas_that_fit(config.num_threads(), assembled.regs, smem);
+    let mut complaints = Vec::new();
+    if assembled.spill_bytes + assembled.stack_bytes > 0 {
+        complaints.push(format!(
+            "{} bytes of spills, {} of stack, with {} registers",
+            assembled.spill_bytes, assembled.stack_bytes, assembled.regs
+        ));
+    }
+    if fit < config.ctas_per_sm {
+        complaints.push(format!("{} registers and {smem} bytes: {fit} CTAs fit", assembled.regs));
+    }
+    if assembled.smem_bytes != 0 || smem != family.smem_bytes(config) {
+        complaints.push(format!("{} static and {smem} dynamic bytes", assembled.smem_bytes));
+    }
+    if let Some(nvdisasm) = listing {
+        let functions = nvdisasm.functions(&assembled.cubin);
+        match functions.first().and_then(|function| function.main_loop("HMMA")) {
+            Some(code) => complaints.extend(Expected::of(config).differences(config.stages, code)),
+            None => complaints.push("there is no loop with an HMMA".into()),
+        }
+    }
+    complaints.into_iter().map(|what| format!("{name}: {what}")).collect()
+}
+
+/// What one run of 128 inputs of a warp takes, if rows of A are whole.
+#[derive(Debug, PartialEq, Eq)]
+struct Expected {
+    mma: u32,
+    ldmatrix: u32,
+    copies: u32,
+    words: u32,
+    scales: u32,
+}
+
+impl Expected {
+    fn of(config: &Config) -> Self {
+        let tiles = config.tiles_per_warp();
+        let row_tiles = config.tile_m.div_ceil(8);
+        let groups = match config.group {
+            Group::PerColumn => 0,
+            Group::Size(size) => TILE_K as u32 / size,
+        };
+        let tile_bytes = CODE_BYTES_PER_TILE as u32 + groups * SCALE_ROW_BYTES as u32;
+        // A warp copies two rows an instruction.
+        let rows = config.tile_m.div_ceil(2 * config.warps_n);
+        Self {
+            mma: 8 * tiles * row_tiles,
+            // Eight 16 x 8 matrices of halves a row tile, two an instruction.
+            ldmatrix: 4 * row_tiles,
+            copies: (tiles * tile_bytes).div_ceil(512) + rows,
+            words: 2 * tiles,
+            scales: groups * tiles,
+        }
+    }
+
+    /// How a main loop of `runs` runs differs, and where it is not woven.
+    fn differences(&self, runs: u32, code: &[Sass]) -> Vec<String> {
+        let count = |matches: &dyn Fn(&str) -> bool| {
+            code.iter().filter(|sass| matches(sass.opcode())).count() as u32
+        };
+        let found = Self {
+            mma: count(&|op| op.starts_with("HMMA.16816")),
+            ldmatrix: count(&|op| op.starts_with("LDSM.16.M88.4")),
+            copies: count(&|op| op.starts_with("LDGSTS") && op.contains(".128")),
+            words: count(&|op| op == "LDS.128"),
+            // The assembler guards a run's copies with up to three loads into nowhere.
+            scales: code
+                .iter()
+                .filter(|sass| sass.opcode() == "LDS" && !sass.text.contains("RZ,"))
+                .count() as u32,
+        };
+        let expected = Self {
+            mma: runs * self.mma,
+            ldmatrix: runs * self.ldmatrix,
+            copies: runs * self.copies,
+            words: runs * self.words,
+            scales: runs * self.scales,
+        };
+        let mut differences = Vec::new();
+        if found != expected {
+            differences.push(format!("a loop of {runs} runs has {found:?}, not {expected:?}"));
+        }
+        let [copies, guards] = [count(&|op| op.starts_with("LDGSTS")), count(&|op| op == "LDS")];
+        if copies != found.copies || guards > found.scales + 3 * runs {
+            differences.push(format!("{copies} copies of any width, {guards} narrow loads"));
+        }
+        for kind in [Kind::Convert, Kind::Mma, Kind::Shared] {
+            let longest = longest(code, kind);
+            if longest > kind.most_together() {
+                differences.push(format!("{longest} of {kind:?} stand together"));
+            }
+        }
+        differences
+    }
+}
+
+/// What the weave mixes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// Dequantisation.
+    Convert,
+    Mma,
+    Shared,
+    Other,
+}
+
+impl Kind {
+    fn of(sass: &Sass) -> Self {
+        let is = |prefixes: &[&str]| prefixes.iter().any(|p| sass.opcode().starts_with(p));
+        match () {
+            () if is(&["LOP3", "HADD2", "HFMA2", "HMUL2", "PRMT", "SHF"]) => Self::Convert,
+            () if is(&["HMMA"]) => Self::Mma,
+            () if is(&["LDS"]) => Self::Shared,
+            () => Self::Other,
+        }
+    }
+
+    /// How many may stand together: a quarter more than the most in any choice when the limits were set.
+    /// Without a weave there are hundreds: a run of 64 channels converts 32 words by 9 instructions.
+    fn most_together(self) -> usize {
+        match self {
+            Self::Convert => 38,
+            Self::Mma => 32,
+            Self::Shared => 13,
+            Self::Other => usize::MAX,
+        }
+    }
+}
+
+/// The longest run of one kind.
+fn longest(code: &[Sass], kind: Kind) -> usize {
+    code.chunk_by(|a, b| Kind::of(a) == Kind::of(b))
+        .filter(|run| Kind::of(&run[0]) == kind)
+        .map(<[Sass]>::len)
+        .max()
+        .unwrap_or(0)
+}
+
+fn report(found: &[String], of: usize) {
+    let first = found[..found.len().min(30)].join("\n");
+    assert!(found.is_empty(), "{} of {of}:\n{first}", found.len());
+}
+
+#[test]
+fn every_shipped_choice_assembles_and_is_woven() {
+    let (Some(ptxas), Some(nvdisasm)) = (Ptxas::find(), Nvdisasm::find()) else { return };
+    let mut work = Vec::new();
+    for (sm, num_sms, l2) in TARGETS {
+        let device = device(sm, num_sms, l2);
+        let (shipped, _) = shipped(&device);
+        work.extend(shipped.into_iter().map(|config| (config, device.arch)));
+    }
+    eprintln!("{} configurations and targets", work.len());
+    assert!(work.len() > 60, "only {}", work.len());
+    let found = on_all_processors(&work, |(config, arch)| {
+        complaints(&ptxas, Some(&nvdisasm), config, *arch)
+    });
+    report(&found, work.len());
+}
+
+#[test]
+fn choices_for_odd_layers_assemble() {
+    let Some(ptxas) = Ptxas::find() else { return };
+    let all = std::env::var_os("MAKAIRA_ORACLE_ALL").is_some_and(|value| value != "0");
+    let mut work = Vec::new();
+    for (sm, num_sms, l2) in TARGETS {
+        let device = device(sm, num_sms, l2);
+        let (_, odd) = shipped(&device);
+        let odd = odd.into_iter().step_by(if all { 1 } else { 10 });
+        work.extend(odd.map(|config| (config, device.arch)));
+    }
+    eprintln!("{} configurations and targets", work.len());
+    assert!(work.len() > 20, "only {}", work.len());
+    let found = on_all_processors(&work, |(config, arch)| complaints(&ptxas, None, config, *arch));
+    report(&found, work.len());
+}
+
+/// The measures can fail: a main loop whose weave is undone, one with a copy too many, one that spills.
+#[test]
+fn a_main_loop_that_is_not_woven_is_told() {
+    let (Some(ptxas), Some(nvdisasm)) = (Ptxas::find(), Nvdisasm::find()) else { return };
+    let name = "marlin_sm80_u4b8_f16_m16n128k256_g128_w4_s3_c1";
+    let config: Config = name.parse().expect("a name");
+    let module = select::family_of(&config).build(&config, SmArch::baseline(90));
+    let assembled = ptxas.assemble(&module.to_string(), "sm_90", &[]).expect("it is correct");
+    let functions = nvdisasm.functions(&assembled.cubin);
+    let code = functions[0].main_loop("HMMA").expect("a main loop");
+    let expected = Expected::of(&config);
+    assert_eq!(expected.differences(3, code), Vec::<String>::new());
+    let mut sorted = code.to_vec();
+    sorted.sort_by_key(|sass| Kind::of(sass) as u32);
+    let told = expected.differences(3, &sorted);
+    assert_eq!(told.len(), 3, "each kind stands together: {told:?}");
+    assert!(!expected.differences(3, &code[..code.len() / 2]).is_empty());
+    assert!(!expected.differences(4, code).is_empty());
+    // Half of the registers.
+    let text = module.to_string();
+    let tight = ptxas.assemble(&text, "sm_90", &["-maxrregcount=64"]);
+    assert!(tight.is_err() || tight.is_ok_and(|tight| tight.spill_bytes > 0 || tight.regs > 64));
+}
