@@ -7,7 +7,8 @@
 
 use std::fmt;
 
-use super::parts::{epilogue_bytes, magic};
+use super::epilogue::epilogue_bytes;
+use super::params::magic;
 use super::problem::{Config, Plan, Problem, Reduction, Rows, Scaling};
 use super::{FAMILIES, KernelFamily};
 use crate::target::{DeviceSpec, SmArch};

@@ -21,8 +21,10 @@
 //! Per run and warp of 64 channels at 8 rows: 8 LDS.128, 4 LDSM, 32 words x 9 dequantisation
 //! instructions, 32 HMMA, 16 FFMA, 9 + 4 LDGSTS.
 
-use super::parts::{self, Accumulators, Params, Segment, Thread, load_u32, load_u64};
+use super::epilogue::{Accumulators, Epilogue, Thread, epilogue_bytes};
+use super::params::{Params, load_u32, load_u64};
 use super::problem::{Config, Rows, Scaling};
+use super::stripe::{Segment, emit_stripe};
 use crate::asm::reg::{Imm, Reg, Region};
 use crate::asm::types::{B16, B32, B64, Cmp, F32, Pred, Special};
 use crate::asm::{Asm, Module, Pattern, Stream};
@@ -82,7 +84,7 @@ impl Geometry {
 /// Bytes of shared memory that a configuration needs.
 pub fn smem_bytes(config: &Config) -> u32 {
     let ring = config.stages * Geometry::new(config).slot_bytes;
-    ring.max(parts::epilogue_bytes(config))
+    ring.max(epilogue_bytes(config))
 }
 
 /// One slot of the ring.
@@ -113,13 +115,13 @@ pub fn build(config: &Config, target: SmArch) -> Module {
     a.smem.reserve(smem_bytes(config));
     // The partial sums of a tile lie in the last slot if they fit: the fill of the ring for the next
     // segment leaves that one alone and goes on beneath the epilogue.
-    let sums_bytes = parts::epilogue_bytes(config);
+    let sums_bytes = epilogue_bytes(config);
     let overlaps = sums_bytes <= geometry.slot_bytes;
     let sums_start = if overlaps { (config.stages - 1) * geometry.slot_bytes } else { 0 };
     let sums = a.smem.overlay("partial sums (after the loop)", sums_start, sums_bytes);
 
     let kernel = Sm80::prologue(&mut a, config, geometry, slots, &params);
-    let (stripe, segment) = a.section("stripe", |a| parts::emit_stripe(a, &params));
+    let (stripe, segment) = a.section("stripe", |a| emit_stripe(a, &params));
     let cursor = kernel.emit_cursor(&mut a);
     kernel.emit_fill(&mut a, &segment, &cursor);
     let next_segment = a.label("segment");
@@ -133,17 +135,15 @@ pub fn build(config: &Config, target: SmArch) -> Module {
     }
     // One team that has met has finished with the last slot as well.
     let met = overlaps && config.warps_k == 1;
-    parts::emit_epilogue(
-        &mut a,
+    let epilogue = Epilogue {
         config,
-        &params,
-        sums,
-        kernel.smem,
-        &kernel.thread,
-        &segment,
-        &acc,
-        met,
-    );
+        params: &params,
+        region: sums,
+        smem: kernel.smem,
+        thread: kernel.thread,
+        segment: &segment,
+    };
+    epilogue.emit(&mut a, &acc, met);
     if !overlaps {
         kernel.emit_fill(&mut a, &next, &cursor);
     }
