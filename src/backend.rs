@@ -8,6 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::asm::Module;
+use crate::asm::reg::Param;
 use crate::target::DeviceSpec;
 
 /// Something went wrong in a backend. The cause is the room's own error (a driver error, an emulator fault).
@@ -70,6 +71,40 @@ impl From<DevicePtr> for Arg {
     }
 }
 
+/// The arguments of a launch are not the entry's parameters.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{kernel} takes {expected}, given {given}; pass its parameters in order")]
+pub struct ArgumentsError {
+    /// The entry's name.
+    pub kernel: String,
+    /// The parameters.
+    pub expected: String,
+    /// The arguments.
+    pub given: String,
+}
+
+impl ArgumentsError {
+    /// Compares number and sizes.
+    pub(crate) fn check(kernel: &str, params: &[Param], args: &[Arg]) -> Result<(), Self> {
+        let fits = |(param, arg): (&Param, &Arg)| {
+            matches!((param.bytes, arg), (4, Arg::U32(_)) | (8, Arg::U64(_)))
+        };
+        if params.len() == args.len() && params.iter().zip(args).all(fits) {
+            return Ok(());
+        }
+        let expected = params.iter().map(|param| format!("{}: u{}", param.name, 8 * param.bytes));
+        let given = args.iter().map(|arg| match arg {
+            Arg::U32(_) => "u32",
+            Arg::U64(_) => "u64",
+        });
+        Err(Self {
+            kernel: kernel.to_owned(),
+            expected: format!("({})", expected.collect::<Vec<_>>().join(", ")),
+            given: format!("({})", given.collect::<Vec<_>>().join(", ")),
+        })
+    }
+}
+
 /// A kernel that a backend has loaded. Its entry, CTA size and shared memory are those of the module.
 pub trait Kernel: Send + Sync + fmt::Debug {
     /// The entry's name.
@@ -116,6 +151,16 @@ pub trait Backend: Send + Sync {
     /// # Errors
     /// If the module breaks a rule or does not fit the device.
     fn load(&self, module: &Module) -> Result<Arc<dyn Kernel>, Error>;
+
+    /// [`Backend::load`] on behalf of work on a stream. While that stream is being captured into a graph
+    /// only what was loaded before can be had, because loading would break the capture.
+    ///
+    /// # Errors
+    /// Those of [`Backend::load`], and a refusal during a capture.
+    fn load_for(&self, module: &Module, stream: Stream) -> Result<Arc<dyn Kernel>, Error> {
+        let _ = stream;
+        self.load(module)
+    }
 
     /// Enqueues a grid of `grid` CTAs (x, y). Does not allocate and does not wait on a GPU; the emulator
     /// has finished when it returns.

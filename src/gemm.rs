@@ -248,7 +248,7 @@ impl Gemm {
     pub fn prepare(&self, weight: &Weight, max_m: u64) -> Result<(), Error> {
         for m in steps(max_m) {
             let rows = default_rows(weight.layout());
-            self.prepared(&problem(weight.layout(), m, rows))?;
+            self.prepared(&problem(weight.layout(), m, rows), None)?;
         }
         Ok(())
     }
@@ -261,7 +261,8 @@ impl Gemm {
     ///
     /// # Errors
     /// [`Error::Operand`] for a misaligned address or a bad stride, [`Error::Workspace`] if it is too small,
-    /// [`Error::Backend`] if the launch is refused.
+    /// [`Error::Backend`] if the launch is refused, or if the stream is being captured into a graph and the
+    /// kernel was not prepared; the capture stays whole.
     pub fn matmul(
         &self,
         a: Matrix,
@@ -277,7 +278,7 @@ impl Gemm {
         let layout = weight.layout();
         let rows = rows_of(layout, a, c)?;
         let problem = problem(layout, m, rows);
-        let prepared = self.prepared(&problem)?;
+        let prepared = self.prepared(&problem, Some(stream))?;
         self.launch(&prepared, &problem, a, weight, c, workspace, stream)
     }
 
@@ -318,7 +319,7 @@ impl Gemm {
     /// # Errors
     /// If it is not legal on the device or compilation fails.
     pub fn prepare_choice(&self, choice: Choice) -> Result<Prepared, Error> {
-        Ok(Prepared { choice, kernel: self.kernel(&choice.config)? })
+        Ok(Prepared { choice, kernel: self.kernel(&choice.config, None)? })
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -350,8 +351,9 @@ impl Gemm {
         Ok(())
     }
 
-    /// The prepared kernel of a problem; chosen and compiled now if it was not before.
-    fn prepared(&self, problem: &Problem) -> Result<Prepared, Error> {
+    /// The prepared kernel of a problem; chosen and compiled now, for work on `stream` if there is any, if
+    /// it was not before.
+    fn prepared(&self, problem: &Problem, stream: Option<Stream>) -> Result<Prepared, Error> {
         let slot = Slot {
             n: problem.n,
             k: problem.k,
@@ -364,19 +366,22 @@ impl Gemm {
         }
         let chosen = Problem { m: slot.m, ..*problem };
         let choice = select::choose(&chosen, self.backend.device())?;
-        let prepared = self.prepare_choice(choice)?;
+        let prepared = Prepared { choice, kernel: self.kernel(&choice.config, stream)? };
         let mut table = self.prepared.write().expect("no panic holds it");
         Ok(table.entry(slot).or_insert(prepared).clone())
     }
 
-    fn kernel(&self, config: &Config) -> Result<Arc<dyn Kernel>, Error> {
+    fn kernel(&self, config: &Config, stream: Option<Stream>) -> Result<Arc<dyn Kernel>, Error> {
         if let Some(kernel) = self.kernels.read().expect("no panic holds it").get(config) {
             return Ok(kernel.clone());
         }
         let target = self.backend.device().arch;
         select::check(config, target)?;
         let module = select::family_of(config).build(config, target);
-        let kernel = self.backend.load(&module)?;
+        let kernel = match stream {
+            Some(stream) => self.backend.load_for(&module, stream)?,
+            None => self.backend.load(&module)?,
+        };
         let mut table = self.kernels.write().expect("no panic holds it");
         Ok(table.entry(*config).or_insert(kernel).clone())
     }

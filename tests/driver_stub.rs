@@ -7,12 +7,11 @@
 #[path = "stub/build.rs"]
 mod build;
 
-use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
 use std::{env, thread};
 
-use build::stub;
+use build::{context, open, stub};
 
 use makaira::driver::{
     Args, CaptureMode, Context, Cubin, Device, DeviceBuffer, Driver, DriverVersion, Error, Event,
@@ -23,15 +22,6 @@ use makaira::target::PtxIsa;
 
 /// `dst[i] = src[i] + 1` for `i < n`, one CTA of at most 512 threads.
 const ADD_ONE: &str = include_str!("stub/add_one.ptx");
-
-fn open(library: Option<PathBuf>) -> Option<&'static Driver> {
-    library.map(|library| Driver::open(library).expect("the stand-in opens"))
-}
-
-fn context(driver: &'static Driver, ordinal: u32) -> Context {
-    let device = Device::nth(driver, ordinal).expect("the device is there");
-    Context::primary(device).expect("a primary context")
-}
 
 fn add_one(context: &Context) -> Function {
     let cubin = Cubin::assemble(context, ADD_ONE, &JitOptions::default()).expect("it assembles");
@@ -302,9 +292,15 @@ fn b65_limits_are_checked_before_the_driver_is_called() {
         "dynamic shared memory of a CTA, in bytes: 232448 requested, the limit is 231424; \
          choose a configuration with fewer stages or a smaller tile"
     );
-    let short = Args::new().with(dst.ptr()).with(src.ptr());
-    let error = launch([1, 1, 1], [64, 1, 1], 0, &short).expect_err("an argument is missing");
-    assert!(matches!(error, Error::Length { expected: 20, found: 16, .. }), "{error}");
+    let refused =
+        |args: &Args| launch([1, 1, 1], [64, 1, 1], 0, args).expect_err("other arguments");
+    let error = refused(&Args::new().with(dst.ptr()).with(64_u32).with(src.ptr()));
+    assert_eq!(
+        error.to_string(),
+        "argument 1 of `add_one`: 4 bytes at offset 8 given, 8 bytes at offset 8 declared; pass the \
+         kernel's parameters in order"
+    );
+    assert_eq!(refused(&Args::new().with(dst.ptr()).with(src.ptr())).code(), Some(1));
     assert_eq!(dst.to_vec().expect("a download"), vec![0; 64]);
 
     function.allow_dynamic_smem(100 << 10).expect("within the device's limit");
@@ -312,6 +308,29 @@ fn b65_limits_are_checked_before_the_driver_is_called() {
     assert_eq!(function.max_dynamic_smem_bytes(), 100 << 10);
     launch([1, 1, 1], [64, 1, 1], 100 << 10, &good).expect("now allowed");
     assert_ne!(dst.to_vec().expect("a download"), vec![0; 64]);
+}
+
+/// The driver is not asked for absent parameters, nor at every launch: tools that watch its calls
+/// would report the refusals. One argument too many is worth the question.
+#[test]
+fn parameters_are_compared_once_and_not_past_the_last() {
+    let Some(driver) = open(stub("params", &["full"], &[])) else { return };
+    let context = context(driver, 0);
+    let function = add_one(&context);
+    let (src, dst) = two_buffers(&context);
+    let shape = LaunchShape::linear(1, 64, 0);
+    let launch = |args: &Args| function.launch(StreamRef::DEFAULT, &shape, args);
+    for _ in 0..100 {
+        launch(&args(&dst, &src)).expect("a launch");
+    }
+    context.synchronize().expect("the stand-in has nothing to complain of");
+    let error = launch(&args(&dst, &src).with(1_u32)).expect_err("one too many");
+    assert_eq!(
+        error.to_string(),
+        "argument 3 of `add_one`: 4 bytes at offset 20 given, none declared; pass the kernel's \
+         parameters in order"
+    );
+    assert_eq!(context.synchronize().expect_err("the stand-in noticed").code(), Some(4243));
 }
 
 /// Fault B49: made on one thread, used on others that have no context; two devices in turn on one

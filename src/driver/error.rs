@@ -75,8 +75,8 @@ pub enum Error {
     #[error(
         "the driver (CUDA {driver_version}) assembles PTX up to {}, the text says .version {}; \
          emit a lower version or update the driver",
-        OrUnknown(ceiling),
-        OrUnknown(ptx)
+        OrElse(ceiling, "(unknown)"),
+        OrElse(ptx, "(unknown)")
     )]
     UnsupportedPtx {
         /// Version of the driver.
@@ -107,6 +107,22 @@ pub enum Error {
         expected: u64,
         /// What was passed.
         found: u64,
+    },
+    /// An argument of a launch is not the kernel's parameter of the same place.
+    #[error(
+        "argument {index} of `{kernel}`: {given} given, {} declared; pass the kernel's parameters in \
+         order",
+        OrElse(declared, "none")
+    )]
+    Argument {
+        /// Name of the kernel.
+        kernel: String,
+        /// Which argument, from 0.
+        index: usize,
+        /// Where the argument lies in the list.
+        given: Placed,
+        /// Where the parameter lies; `None` if the kernel has none of this index.
+        declared: Option<Placed>,
     },
     /// A text for the driver contains a NUL character, which ends a C string.
     #[error("{what} contains a NUL character at byte {position}; remove it")]
@@ -165,13 +181,29 @@ impl fmt::Display for JitDetail<'_> {
     }
 }
 
-struct OrUnknown<'e>(&'e Option<PtxIsa>);
+/// Size and place of a kernel parameter or argument, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Placed {
+    /// Bytes before it.
+    pub offset: usize,
+    /// Bytes that it takes.
+    pub bytes: usize,
+}
 
-impl fmt::Display for OrUnknown<'_> {
+impl fmt::Display for Placed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes at offset {}", self.bytes, self.offset)
+    }
+}
+
+/// A value that may be absent, and the word for that.
+struct OrElse<'e, T>(&'e Option<T>, &'e str);
+
+impl<T: fmt::Display> fmt::Display for OrElse<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
-            Some(isa) => isa.fmt(f),
-            None => f.write_str("(unknown)"),
+            Some(value) => value.fmt(f),
+            None => f.write_str(self.1),
         }
     }
 }

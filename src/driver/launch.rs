@@ -12,13 +12,16 @@
 use std::ffi::c_void;
 
 use super::buffer::DevicePtr;
-use super::error::{Error, Result};
+use super::error::{Error, Placed, Result};
 use super::module::Function;
 use super::stream::StreamRef;
 use super::sys::{self, LaunchAttribute};
 
-/// Room for arguments, in 8-byte words.
+/// Room for arguments, in 8-byte words. As many arguments of any size fit.
 const ARG_WORDS: usize = 64;
+
+/// Sizes of a list's arguments in bytes, zeros behind the last. Offsets follow from them.
+pub(super) type ArgSizes = [u8; ARG_WORDS];
 
 /// A value that can be a kernel parameter.
 pub trait KernelArg: bytemuck::NoUninit {}
@@ -43,6 +46,9 @@ impl KernelArg for DevicePtr {}
 #[derive(Clone, Debug)]
 pub struct Args {
     words: [u64; ARG_WORDS],
+    sizes: ArgSizes,
+    /// How many arguments there are, also those beyond the room.
+    count: usize,
     /// Bytes that the arguments take, also those beyond the room.
     bytes: usize,
 }
@@ -50,7 +56,7 @@ pub struct Args {
 impl Args {
     /// No arguments.
     pub const fn new() -> Self {
-        Self { words: [0; ARG_WORDS], bytes: 0 }
+        Self { words: [0; ARG_WORDS], sizes: [0; ARG_WORDS], count: 0, bytes: 0 }
     }
 
     /// Appends an argument.
@@ -62,6 +68,10 @@ impl Args {
         if let Some(place) = room.get_mut(start..self.bytes) {
             place.copy_from_slice(bytemuck::bytes_of(&arg));
         }
+        if let Some(size) = self.sizes.get_mut(self.count) {
+            *size = size_of::<A>() as u8;
+        }
+        self.count += 1;
     }
 
     /// Appends an argument, in a chain.
@@ -138,9 +148,9 @@ impl Function {
     /// Enqueues the kernel.
     ///
     /// # Errors
-    /// `Limit` if the shape is empty or exceeds device or kernel, `Length` if the
-    /// arguments are not those of the entry (where the driver can tell), `Call` if the driver
-    /// refuses. Errors of the running kernel come out of a later call that waits for it.
+    /// `Limit` if the shape is empty or exceeds device or kernel, `Argument` for the first argument
+    /// that is not the kernel's parameter (where the driver can tell, CUDA 12.4), `Call` if the
+    /// driver refuses; it alone notices that arguments are missing at the end. Errors of the running kernel come out of a later call that waits for it.
     #[inline]
     pub fn launch(&self, stream: StreamRef<'_>, shape: &LaunchShape, args: &Args) -> Result<()> {
         self.check(shape, args)?;
@@ -151,7 +161,7 @@ impl Function {
         let LaunchShape { grid: [gx, gy, gz], threads: [tx, ty, tz], dynamic_smem_bytes } = *shape;
         // SAFETY: function and stream are alive; `extra` names the packed arguments and their size,
         // and the driver copies them before it returns.
-        unsafe {
+        let launched = unsafe {
             let none = std::ptr::null_mut();
             let (function, extra) = (self.raw, extra.as_mut_ptr());
             context.api().cuLaunchKernel(
@@ -167,7 +177,8 @@ impl Function {
                 none,
                 extra,
             )
-        }
+        };
+        self.remember(args, launched)
     }
 
     /// Enqueues the kernel with attributes.
@@ -193,7 +204,9 @@ impl Function {
         let config = config(shape, stream, &entries, num_attrs);
         let none = std::ptr::null_mut();
         // SAFETY: as for `launch`; the configuration and its attributes outlive the call.
-        unsafe { context.api().cuLaunchKernelEx(&config, self.raw, none, extra.as_mut_ptr()) }
+        let launched =
+            unsafe { context.api().cuLaunchKernelEx(&config, self.raw, none, extra.as_mut_ptr()) };
+        self.remember(args, launched)
     }
 
     /// How many CTAs of this kernel fit on one SM.
@@ -259,19 +272,57 @@ impl Function {
             let what = "dynamic shared memory of a CTA, in bytes";
             return Err(limit_error(what, smem.into(), allowed.into(), remedy));
         }
-        if args.bytes > ARG_WORDS * 8 {
-            let remedy = "pass large arguments through memory";
-            let (requested, limit) = (args.bytes as u64, (ARG_WORDS * 8) as u64);
-            return Err(limit_error("kernel arguments, in bytes", requested, limit, remedy));
+        let remedy = "pass large arguments through memory";
+        let room = [
+            ("kernel arguments, in bytes", args.bytes, ARG_WORDS * 8),
+            ("kernel arguments", args.count, ARG_WORDS),
+        ];
+        for (what, requested, limit) in room {
+            if requested > limit {
+                return Err(limit_error(what, requested as u64, limit as u64, remedy));
+            }
         }
-        match self.param_bytes {
-            Some(expected) if expected != args.bytes => Err(Error::Length {
-                what: "kernel arguments, in bytes",
-                expected: expected as u64,
-                found: args.bytes as u64,
-            }),
-            _ => Ok(()),
+        match self.accepted.get() {
+            Some(sizes) if *sizes == args.sizes => Ok(()),
+            _ => self.check_args(args),
         }
+    }
+
+    /// Compares the arguments with what the driver says of the kernel's parameters. It is asked for
+    /// as many as there are arguments and never beyond the last parameter, unless an argument is
+    /// too many: tools that watch the driver's calls report such a question as an error.
+    #[cold]
+    fn check_args(&self, args: &Args) -> Result<()> {
+        let api = self.context().api();
+        if !api.has("cuFuncGetParamInfo") {
+            return Ok(());
+        }
+        let _current = self.context().bind()?;
+        let mut end = 0_usize;
+        for (index, size) in args.sizes[..args.count].iter().enumerate() {
+            let size = usize::from(*size);
+            let given = Placed { offset: end.next_multiple_of(size), bytes: size };
+            let mut declared = Placed { offset: 0, bytes: 0 };
+            let Placed { offset, bytes } = &mut declared;
+            // SAFETY: the driver writes two sizes, or refuses an index beyond the last one.
+            let known = unsafe { api.cuFuncGetParamInfo(self.raw, index, offset, bytes) };
+            let declared = known.is_ok().then_some(declared);
+            if declared != Some(given) {
+                return Err(Error::Argument { kernel: self.name().into(), index, given, declared });
+            }
+            end = given.offset + given.bytes;
+        }
+        Ok(())
+    }
+
+    /// Keeps the shape of the first list that the driver took, so that it need not be compared again.
+    #[inline]
+    fn remember(&self, args: &Args, launched: Result<()>) -> Result<()> {
+        if launched.is_ok() && self.accepted.get().is_none() {
+            // Another thread may have been first: one list is as good as another.
+            let _ = self.accepted.set(args.sizes);
+        }
+        launched
     }
 }
 

@@ -49,7 +49,7 @@ mod sys;
 pub use buffer::{DeviceBuffer, DevicePtr, PinnedBuffer};
 pub use context::{Context, Current};
 pub use device::{Device, DeviceInfo};
-pub use error::{Error, PtxLine, Result};
+pub use error::{Error, Placed, PtxLine, Result};
 pub use event::Event;
 pub use graph::{CaptureMode, Graph, GraphExec};
 pub use launch::{Args, KernelArg, LaunchAttrs, LaunchShape};

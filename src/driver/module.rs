@@ -11,12 +11,13 @@
 use std::ffi::{CString, c_void};
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use super::context::Context;
 use super::elf;
 use super::error::{Error, Result};
 use super::jit_log::{self, JitCall};
+use super::launch::ArgSizes;
 use super::sys::{self, CUfunction, CUlinkState, CUmodule};
 
 /// How the driver assembles PTX.
@@ -191,7 +192,7 @@ impl Module {
         Ok(Function {
             max_dynamic_smem_bytes: AtomicU32::new(attribute(sys::FUNC_MAX_DYNAMIC_SMEM_BYTES)?),
             raising: Mutex::new(()),
-            param_bytes: param_bytes(context, raw),
+            accepted: OnceLock::new(),
             module: self.clone(),
             raw,
             name: name.to_owned(),
@@ -250,7 +251,8 @@ pub struct Function {
     max_dynamic_smem_bytes: AtomicU32,
     /// Held while the limit is raised, so that the driver's value and ours cannot part.
     raising: Mutex<()>,
-    pub(super) param_bytes: Option<usize>,
+    /// Sizes of the arguments that the driver took once.
+    pub(super) accepted: OnceLock<ArgSizes>,
 }
 
 // SAFETY: function handles may be used from any thread.
@@ -335,24 +337,6 @@ fn function_attribute(context: &Context, raw: CUfunction, attribute: i32) -> Res
     // SAFETY: the driver writes one int; the function is alive.
     unsafe { context.api().cuFuncGetAttribute(&mut value, attribute, raw) }?;
     Ok(value.max(0) as u32)
-}
-
-/// Size of the parameter list in bytes, on drivers that can tell (CUDA 12.4).
-fn param_bytes(context: &Context, raw: CUfunction) -> Option<usize> {
-    let api = context.api();
-    if !api.has("cuFuncGetParamInfo") {
-        return None;
-    }
-    let mut end = 0;
-    for index in 0.. {
-        let (mut offset, mut bytes) = (0, 0);
-        // SAFETY: the driver writes two sizes, or refuses an index beyond the last one.
-        if unsafe { api.cuFuncGetParamInfo(raw, index, &mut offset, &mut bytes) }.is_err() {
-            break;
-        }
-        end = offset + bytes;
-    }
-    Some(end)
 }
 
 fn raw_parts(call: &mut JitCall) -> (u32, *mut i32, *mut *mut c_void) {

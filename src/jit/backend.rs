@@ -3,15 +3,17 @@
 //! Owns the primary context of one device and the loader of compiled modules. A launch packs its arguments
 //! on the stack and enqueues; it neither allocates nor waits. Addresses and streams are trusted, because
 //! the types that carry them are made only from allocations of ours and from driver types whose makers
-//! gave their word.
+//! gave their word. Invariant: the driver sees no module that the verifier refuses for this device, and no
+//! argument list that is not the module's.
 
 use std::any::Any;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-use super::{LoadedFunction, Loader};
-use crate::asm::{Module, PrintOptions};
-use crate::backend::{Arg, Backend, DevicePtr, Error, Kernel, Stream};
+use super::{LoadedFunction, Loader, loader};
+use crate::asm::reg::Param;
+use crate::asm::{Diagnostics, Module, PrintOptions};
+use crate::backend::{Arg, ArgumentsError, Backend, DevicePtr, Error, Kernel, Stream};
 use crate::driver::{self, Args, Context, DeviceBuffer, JitOptions, LaunchShape, StreamRef};
 use crate::target::DeviceSpec;
 
@@ -27,10 +29,16 @@ impl From<StreamRef<'_>> for Stream {
     }
 }
 
-/// Why a launch was refused, beyond what the driver says.
+/// Why a module or a launch was refused, beyond what the driver says.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum GpuError {
+    /// The module breaks a rule or does not fit the device or its driver.
+    #[error(transparent)]
+    Refused(#[from] Diagnostics),
+    /// The arguments are not those of the entry.
+    #[error(transparent)]
+    Arguments(#[from] ArgumentsError),
     /// The kernel was loaded by another backend.
     #[error("kernel {0} was not loaded by a GPU; load its module here")]
     ForeignKernel(String),
@@ -43,6 +51,7 @@ pub enum GpuError {
 #[derive(Debug)]
 pub struct GpuKernel {
     loaded: Arc<LoadedFunction>,
+    params: Vec<Param>,
     threads: u32,
     smem_bytes: u32,
 }
@@ -82,12 +91,15 @@ pub struct GpuBackend {
 }
 
 impl GpuBackend {
-    /// The GPU of that ordinal, in its primary context, with the module store of the environment.
+    /// The GPU of that ordinal, in its primary context, with the module store of the environment. With
+    /// `MAKAIRA_LINEINFO` set to anything but `0` it compiles [with line info](Self::with_line_info).
     ///
     /// # Errors
     /// [`driver::Error`]; `is_unavailable` says that there is no driver at all.
     pub fn open(ordinal: u32) -> Result<Self, driver::Error> {
-        Ok(Self::new(Context::open(ordinal)?, Loader::from_env()))
+        let asked = std::env::var_os("MAKAIRA_LINEINFO");
+        let line_info = asked.is_some_and(|value| !value.is_empty() && value != "0");
+        Ok(Self { line_info, ..Self::new(Context::open(ordinal)?, Loader::from_env()) })
     }
 
     /// The device of a context, with a loader of the caller's.
@@ -117,6 +129,30 @@ impl GpuBackend {
     /// The loader of compiled modules.
     pub fn loader(&self) -> &Loader {
         &self.loader
+    }
+
+    /// Verifies a module, has `get` load its text, sets its limits.
+    fn load_with(
+        &self,
+        module: &Module,
+        get: impl FnOnce(&str, &JitOptions) -> Result<Arc<LoadedFunction>, loader::Error>,
+    ) -> Result<Arc<dyn Kernel>, Error> {
+        let (name, driver) = (&module.entry.name, self.context.driver().version());
+        let what =
+            || format!("loading {name} on {} with the driver of CUDA {driver}", self.device.name);
+        module
+            .verify_for(&self.device)
+            .map_err(|source| Error::new(what(), GpuError::from(source)))?;
+        let ptx = module.to_ptx(PrintOptions { line_info: self.line_info });
+        let options = JitOptions { line_info: self.line_info, ..JitOptions::default() };
+        let loaded = get(&ptx, &options).map_err(|source| Error::new(what(), source))?;
+        let smem_bytes = module.entry.smem.bytes();
+        loaded
+            .function
+            .allow_dynamic_smem(smem_bytes)
+            .map_err(|source| Error::new(format!("giving {name} its shared memory"), source))?;
+        let (params, threads) = (module.entry.params.clone(), module.entry.threads);
+        Ok(Arc::new(GpuKernel { loaded, params, threads, smem_bytes }))
     }
 }
 
@@ -155,19 +191,16 @@ impl Backend for GpuBackend {
     }
 
     fn load(&self, module: &Module) -> Result<Arc<dyn Kernel>, Error> {
-        let name = &module.entry.name;
-        let ptx = module.to_ptx(PrintOptions { line_info: self.line_info });
-        let options = JitOptions { line_info: self.line_info, ..JitOptions::default() };
-        let loaded = self
-            .loader
-            .load(&self.context, name, &ptx, &options)
-            .map_err(|source| Error::new(format!("loading {name}"), source))?;
-        let smem_bytes = module.entry.smem.bytes();
-        loaded
-            .function
-            .allow_dynamic_smem(smem_bytes)
-            .map_err(|source| Error::new(format!("giving {name} its shared memory"), source))?;
-        Ok(Arc::new(GpuKernel { loaded, threads: module.entry.threads, smem_bytes }))
+        self.load_with(module, |ptx, options| {
+            self.loader.load(&self.context, &module.entry.name, ptx, options)
+        })
+    }
+
+    fn load_for(&self, module: &Module, stream: Stream) -> Result<Arc<dyn Kernel>, Error> {
+        let stream = StreamRef::promised(stream.0);
+        self.load_with(module, |ptx, options| {
+            self.loader.load_for(&self.context, stream, &module.entry.name, ptx, options)
+        })
     }
 
     fn launch(
@@ -181,6 +214,9 @@ impl Backend for GpuBackend {
             let foreign = GpuError::ForeignKernel(kernel.name().to_owned());
             return Err(Error::new("launching", foreign));
         };
+        ArgumentsError::check(kernel.name(), &kernel.params, args).map_err(|source| {
+            Error::new(format!("launching {}", kernel.name()), GpuError::from(source))
+        })?;
         let mut packed = Args::new();
         for arg in args {
             match *arg {

@@ -10,6 +10,7 @@
 //! |---|---|
 //! | `MAKAIRA_CACHE_DIR` | the store; else `XDG_CACHE_HOME/makaira`, else `~/.cache/makaira` |
 //! | `MAKAIRA_NO_CACHE` | set to anything but `0`: the store is neither read nor written |
+//! | `MAKAIRA_LINEINFO` | set to anything but `0`: [`GpuBackend::open`] compiles with line info |
 //! | `CUDA_CACHE_DISABLE` | the driver's own cache, which it looks up when it starts; `1` is off |
 
 mod backend;

@@ -415,7 +415,7 @@ fn nearest_half(negative: bool, magnitude: u128) -> u16 {
 fn value_of_half(bits: u16) -> f32 {
     let sign = if bits & 0x8000 != 0 { -1.0 } else { 1.0 };
     match (is_nan(bits), is_infinite(bits)) {
-        (true, _) => f32::NAN,
+        (true, _) => f32::from_bits(0x7fff_ffff),
         (_, true) => sign * f32::INFINITY,
         _ => sign * (units(bits & 0x7fff) as f64 * 2f64.powi(-24)) as f32,
     }

@@ -1,9 +1,11 @@
-//! Compiles the stand-in for libcuda. Without rustc, or without a place for it, says so.
+//! Compiles and opens the stand-in for libcuda. Without rustc, or without a place for it, says so.
 
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Mutex;
 use std::{env, fs};
+
+use makaira::driver::{Context, Device, Driver};
 
 /// Compiles the stand-in, once per name; `None` (and a line that says so) without a compiler.
 pub fn stub(name: &str, cfgs: &[&str], variables: &[(&str, &str)]) -> Option<PathBuf> {
@@ -14,6 +16,7 @@ pub fn stub(name: &str, cfgs: &[&str], variables: &[(&str, &str)]) -> Option<Pat
     let write = |name, text| fs::write(folder.join(name), text);
     let written = fs::create_dir_all(&folder)
         .and_then(|()| write("libcuda.rs", include_str!("libcuda.rs")))
+        .and_then(|()| write("kernels.rs", include_str!("kernels.rs")))
         .and_then(|()| write("memory.rs", include_str!("memory.rs")))
         .and_then(|()| write("link.rs", include_str!("link.rs")))
         .and_then(|()| write("newer.rs", include_str!("newer.rs")));
@@ -36,4 +39,15 @@ pub fn stub(name: &str, cfgs: &[&str], variables: &[(&str, &str)]) -> Option<Pat
             None
         }
     }
+}
+
+/// Opens what [`stub`] compiled.
+pub fn open(library: Option<PathBuf>) -> Option<&'static Driver> {
+    library.map(|library| Driver::open(library).expect("the stand-in opens"))
+}
+
+/// The primary context of a device.
+pub fn context(driver: &'static Driver, ordinal: u32) -> Context {
+    let device = Device::nth(driver, ordinal).expect("the device is there");
+    Context::primary(device).expect("a primary context")
 }

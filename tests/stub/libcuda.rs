@@ -1,12 +1,16 @@
 //! A stand-in for libcuda, compiled by the tests with rustc alone; no part of the crate.
 //!
-//! Two devices; device memory is host memory that belongs to a context; one kernel, `add_one(dst,
-//! src, n)`, which runs when it is launched. Like the real driver it refuses calls without a
+//! Two devices; device memory is host memory that belongs to a context; the kernel `add_one(dst, src, n)`
+//! runs when it is launched, any other one does nothing. Like the real driver it refuses calls without a
 //! current context and handles of another one. With `--cfg full` it also has capture, graphs and
 //! the newer launch call; without, it exports what CUDA 11.0 has and we require, no more. `--cfg
 //! no_link` takes the linker away.
 //!
-//! STUB_DRIVER_VERSION (13000) and STUB_PTX_CEILING (90) are read when it is compiled.
+//! Tools that watch the driver report refused questions that a program answers for itself; here
+//! `cuCtxSynchronize` fails with 4243 after one about a parameter that a kernel does not have, and after
+//! the same question asked more than a few times.
+//!
+//! STUB_DRIVER_VERSION (13000), STUB_PTX_CEILING (90) and STUB_CAPABILITY (90) are read when it is compiled.
 #![allow(non_snake_case, unsafe_op_in_unsafe_fn, clippy::missing_safety_doc)]
 
 use std::cell::RefCell;
@@ -28,6 +32,7 @@ const NOT_FOUND: i32 = 500;
 const NOT_PERMITTED: i32 = 800;
 /// A code that no header knows.
 const UNHEARD_OF: i32 = 4242;
+const MISUSED: i32 = 4243;
 
 const DEVICES: i32 = 2;
 const STATIC_SMEM: i32 = 1024;
@@ -38,10 +43,17 @@ struct State {
     allocations: BTreeMap<Address, (usize, Handle)>,
     capturing: BTreeMap<Handle, Vec<Launch>>,
     graphs: BTreeMap<Handle, Vec<Launch>>,
+    /// Parameters, as offset and size, of each kernel that was assembled, and of each function.
+    kernels: BTreeMap<String, Vec<(usize, usize)>>,
+    functions: BTreeMap<Handle, (String, Vec<(usize, usize)>)>,
+    /// How often each parameter was asked for.
+    asked: BTreeMap<(Handle, usize), u32>,
+    misused: bool,
     max_dynamic_smem: i32,
     next: Handle,
 }
 
+/// A launch of `add_one`; one of another kernel has no elements.
 #[derive(Clone)]
 struct Launch {
     dst: Address,
@@ -54,6 +66,10 @@ static STATE: Mutex<State> = Mutex::new(State {
     allocations: BTreeMap::new(),
     capturing: BTreeMap::new(),
     graphs: BTreeMap::new(),
+    kernels: BTreeMap::new(),
+    functions: BTreeMap::new(),
+    asked: BTreeMap::new(),
+    misused: false,
     max_dynamic_smem: 49152 - STATIC_SMEM,
     next: 0x100,
 });
@@ -78,6 +94,10 @@ fn version() -> i32 {
     option_env!("STUB_DRIVER_VERSION").unwrap_or("13000").parse().unwrap()
 }
 
+fn capability() -> i32 {
+    option_env!("STUB_CAPABILITY").unwrap_or("90").parse().unwrap()
+}
+
 fn fresh(state: &mut State) -> Handle {
     state.next += 1;
     state.next
@@ -93,12 +113,15 @@ macro_rules! need_context {
 }
 
 // After the macro, which they use.
+mod kernels;
 #[cfg(not(no_link))]
 mod link;
 mod memory;
 #[cfg(full)]
 mod newer;
 
+#[cfg(full)]
+use kernels::{execute, launch};
 use memory::owns;
 
 #[unsafe(no_mangle)]
@@ -179,8 +202,8 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(out: *mut i32, attribute: i32, _de
         6 | 7 => 65535,
         16 => 132,
         38 => 50 << 20,
-        75 => 9,
-        76 => 0,
+        75 => capability() / 10,
+        76 => capability() % 10,
         81 => 233472,
         97 => OPT_IN_SMEM,
         // Clocks, bus width and clusters: a driver that does not know them.
@@ -235,7 +258,7 @@ pub unsafe extern "C" fn cuCtxPopCurrent_v2(out: *mut Handle) -> i32 {
 #[unsafe(no_mangle)]
 pub extern "C" fn cuCtxSynchronize() -> i32 {
     need_context!();
-    0
+    if state().misused { MISUSED } else { 0 }
 }
 
 /// A stream or an event: the context is in its upper half.
@@ -329,6 +352,18 @@ unsafe fn write_log(
     }
 }
 
+/// Name and parameters of the first entry of a text.
+fn entry_of(ptx: &str) -> Option<(String, Vec<(usize, usize)>)> {
+    let (name, rest) = ptx.split_once(".entry ")?.1.split_once('(')?;
+    let mut params: Vec<(usize, usize)> = Vec::new();
+    for param in rest.split_once(')')?.0.split(".param").skip(1) {
+        let bytes: usize = if param.contains("64") { 8 } else { 4 };
+        let end = params.last().map_or(0, |(offset, bytes)| offset + bytes);
+        params.push((end.next_multiple_of(bytes), bytes));
+    }
+    Some((name.to_owned(), params))
+}
+
 /// Judges PTX as an assembler: version, then lines with `bad`.
 unsafe fn assemble(ptx: &str, num: u32, options: *const i32, values: *const *mut c_void) -> i32 {
     let ceiling: u32 = option_env!("STUB_PTX_CEILING").unwrap_or("90").parse().unwrap();
@@ -342,139 +377,9 @@ unsafe fn assemble(ptx: &str, num: u32, options: *const i32, values: *const *mut
         write_log(5, &log, num, options, values);
         return INVALID_PTX;
     }
+    state().kernels.extend(entry_of(ptx));
     let advisory = if ptx.contains("wgmma") { "ptxas info : (C7510) serialized\n" } else { "" };
     let info = format!("ptxas info : Used 40 registers\n{advisory}");
     write_log(3, &info, num, options, values);
-    0
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuModuleLoadDataEx(
-    out: *mut Handle,
-    image: *const c_char,
-    num: u32,
-    options: *const i32,
-    values: *const *mut c_void,
-) -> i32 {
-    need_context!();
-    *out = fresh(&mut state());
-    assemble(&CStr::from_ptr(image).to_string_lossy(), num, options, values)
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuModuleLoadData(out: *mut Handle, image: *const u8) -> i32 {
-    need_context!();
-    *out = fresh(&mut state());
-    let magic = std::slice::from_raw_parts(image, 4);
-    if magic == b"\x7fELF" { 0 } else { INVALID_IMAGE }
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuModuleUnload(_module: Handle) -> i32 {
-    need_context!();
-    0
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuModuleGetFunction(
-    out: *mut Handle,
-    _module: Handle,
-    name: *const c_char,
-) -> i32 {
-    need_context!();
-    *out = fresh(&mut state());
-    if CStr::from_ptr(name) == c"add_one" { 0 } else { NOT_FOUND }
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuFuncGetAttribute(out: *mut i32, attribute: i32, _f: Handle) -> i32 {
-    *out = match attribute {
-        0 => 512,
-        1 => STATIC_SMEM,
-        2 | 3 => 0,
-        4 => 40,
-        5 => 70,
-        6 => 90,
-        8 => state().max_dynamic_smem,
-        _ => return INVALID_VALUE,
-    };
-    0
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuFuncSetAttribute(_f: Handle, attribute: i32, value: i32) -> i32 {
-    need_context!();
-    if attribute != 8 || value > OPT_IN_SMEM - STATIC_SMEM {
-        return INVALID_VALUE;
-    }
-    state().max_dynamic_smem = value;
-    0
-}
-
-fn execute(launch: &Launch) -> i32 {
-    let bytes = launch.n as usize * 4;
-    if !owns(launch.dst, bytes) || !owns(launch.src, bytes) {
-        return 700;
-    }
-    for idx in 0..launch.n as usize {
-        unsafe {
-            let value = (launch.src as *const u32).add(idx).read();
-            (launch.dst as *mut u32).add(idx).write(value.wrapping_add(1));
-        }
-    }
-    0
-}
-
-unsafe fn launch(grid_x: u32, smem: u32, stream: Handle, extra: *const *mut c_void) -> i32 {
-    // Key 1 is the buffer, key 2 a pointer to its size, 0 ends.
-    let (keys, bytes) = (std::slice::from_raw_parts(extra, 5), *(*extra.add(3)).cast::<usize>());
-    if keys[0] as usize != 1 || keys[2] as usize != 2 || !keys[4].is_null() || bytes != 20 {
-        return INVALID_VALUE;
-    }
-    let handle = use_handle(stream);
-    if handle != 0 || grid_x == 4242 {
-        return handle.max(if grid_x == 4242 { UNHEARD_OF } else { 0 });
-    }
-    if smem as i32 > state().max_dynamic_smem {
-        return INVALID_VALUE;
-    }
-    let words = keys[1].cast::<u64>();
-    let launch = Launch { dst: *words, src: *words.add(1), n: *words.add(2) as u32 };
-    if let Some(recorded) = state().capturing.get_mut(&stream) {
-        recorded.push(launch);
-        return 0;
-    }
-    execute(&launch)
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuLaunchKernel(
-    _function: Handle,
-    grid_x: u32,
-    _grid_y: u32,
-    _grid_z: u32,
-    _threads_x: u32,
-    _threads_y: u32,
-    _threads_z: u32,
-    smem: u32,
-    stream: Handle,
-    params: *const *mut c_void,
-    extra: *const *mut c_void,
-) -> i32 {
-    need_context!();
-    if !params.is_null() {
-        return INVALID_VALUE;
-    }
-    launch(grid_x, smem, stream, extra)
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuOccupancyMaxActiveBlocksPerMultiprocessor(
-    out: *mut i32,
-    _function: Handle,
-    threads: i32,
-    _smem: usize,
-) -> i32 {
-    *out = 2048 / threads;
     0
 }

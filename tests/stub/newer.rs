@@ -87,7 +87,7 @@ pub struct Config {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuLaunchKernelEx(
     config: *const Config,
-    _function: Handle,
+    function: Handle,
     _params: *const *mut c_void,
     extra: *const *mut c_void,
 ) -> i32 {
@@ -104,17 +104,22 @@ pub unsafe extern "C" fn cuLaunchKernelEx(
     if !sound {
         return INVALID_VALUE;
     }
-    launch(config.grid_x, config.smem, config.stream, extra)
+    launch(function, config.grid_x, config.smem, config.stream, extra)
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFuncGetParamInfo(
-    _function: Handle,
+    function: Handle,
     index: usize,
     offset: *mut usize,
     bytes: *mut usize,
 ) -> i32 {
-    let Some(found) = [(0, 8), (8, 8), (16, 4)].get(index) else { return INVALID_VALUE };
+    let state = &mut *state();
+    let asked = state.asked.entry((function, index)).or_default();
+    *asked += 1;
+    let found = state.functions.get(&function).and_then(|(_, params)| params.get(index));
+    state.misused |= found.is_none() || *asked > 8;
+    let Some(found) = found else { return INVALID_VALUE };
     (*offset, *bytes) = *found;
     0
 }

@@ -136,9 +136,9 @@ isa! {
     /// Widens 32 bits to 64.
     cvt_u64_u32 = CvtU64U32 { d: Out<B64>, a: Use<B32> }
         "cvt.u64.u32 {d}, {a};", ptx(7, 0, 70), Lane, Pure, |m, l, i| { let a = m.get(l, i.a)?; m.set(l, i.d, u64::from(a)); }
-    /// Widens fp16 to single precision, exactly.
+    /// Widens fp16 to single precision, exactly; of a NaN's payload nothing is kept.
     cvt_f32_f16 = CvtF32F16 { d: Out<F32>, a: Use<B16> }
-        "cvt.f32.f16 {d}, {a};", ptx(7, 0, 70), Lane, Pure, |m, l, i| { let a = m.get(l, i.a)?; m.set(l, i.d, half::f16::from_bits(a).to_f32()); }
+        "cvt.f32.f16 {d}, {a};", ptx(7, 0, 70), Lane, Pure, |m, l, i| { let a = m.get(l, i.a)?; m.set(l, i.d, canonical(half::f16::from_bits(a).to_f32())); }
     /// Rounds single precision to fp16, to nearest even.
     cvt_rn_f16_f32 = CvtRnF16F32 { d: Out<B16>, a: Use<F32> }
         "cvt.rn.f16.f32 {d}, {a};", ptx(7, 0, 70), Lane, Pure, |m, l, i| { let a = m.get(l, i.a)?; m.set(l, i.d, f16_from_f64(a.into()).to_bits()); }

@@ -1,0 +1,208 @@
+//! `GpuBackend` against the stand-in for libcuda: what it refuses before the driver is called.
+
+#[path = "stub/build.rs"]
+mod build;
+
+use std::error::Error as _;
+use std::process::Command;
+use std::sync::Arc;
+use std::{env, fs};
+
+use build::{context, open, stub};
+use makaira::asm::{Asm, Module, Rule};
+use makaira::backend::{Arg, Backend, Error, Stream};
+use makaira::emu::EmuBackend;
+use makaira::gemm::Gemm;
+use makaira::jit::{GpuBackend, GpuError, Loader, Store};
+use makaira::kernel::{Config, select};
+use makaira::target::SmArch;
+use makaira::weights::{Dense, Group, PackedWeights, quantize};
+
+/// A backend on a stand-in with these settings, and a store that goes with the folder.
+fn backend(
+    name: &str,
+    cfgs: &[&str],
+    variables: &[(&str, &str)],
+) -> Option<(Arc<GpuBackend>, tempfile::TempDir)> {
+    let driver = open(stub(name, cfgs, variables))?;
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let loader = Loader::new(Store::at(folder.path()));
+    Some((Arc::new(GpuBackend::new(context(driver, 0), loader)), folder))
+}
+
+/// An entry with the parameters of the stand-in's kernel.
+fn add_one(target: SmArch) -> Module {
+    let mut a = Asm::new();
+    a.param_u64("dst");
+    a.param_u64("src");
+    a.param_u32("n");
+    a.exit();
+    a.finish("add_one", target, 64, 1)
+}
+
+/// A kernel that needs sm_80, built for another target.
+fn product(target: SmArch) -> Module {
+    let config: Config = "marlin_sm80_u4b8_f16_m1n64k512_g128_w1_s3_c1".parse().expect("a name");
+    select::family_of(&config).build(&config, target)
+}
+
+/// A small packed layer of numbers that differ from run to run.
+fn layer() -> PackedWeights {
+    use std::hash::{BuildHasher, RandomState};
+    let (n, k, seed) = (64, 256, RandomState::new());
+    let value = |i| (seed.hash_one(i) % 2000) as f32 / 1000.0 - 1.0005;
+    let dense: Vec<f32> = (0..n * k).map(value).collect();
+    let group = Group::new(k, 128).expect("a group size that kernels have");
+    let dense = Dense::F32(bytemuck::cast_slice(&dense));
+    PackedWeights::pack(&quantize(dense, n, k, group, 1).expect("finite").view(), 1).expect("fits")
+}
+
+/// The verifier's verdict behind an error.
+fn verdict(error: &Error) -> Vec<(Rule, String)> {
+    match error.source.downcast_ref() {
+        Some(GpuError::Refused(found)) => {
+            found.iter().map(|diagnostic| (diagnostic.rule, diagnostic.what.clone())).collect()
+        }
+        _ => panic!("not refused by the verifier: {error}: {:?}", error.source()),
+    }
+}
+
+/// Fault B55: on every driver the kernels are emitted with a version that it assembles; a module that needs
+/// more is refused before the driver sees it, with driver, PTX version and remedy.
+#[test]
+fn b55_a_module_too_new_for_the_driver_is_refused_by_name() {
+    let drivers = [("11040", "74", "80"), ("11080", "78", "90"), ("12000", "80", "90")];
+    for (version, ceiling, capability) in drivers {
+        let variables = [
+            ("STUB_DRIVER_VERSION", version),
+            ("STUB_PTX_CEILING", ceiling),
+            ("STUB_CAPABILITY", capability),
+        ];
+        let Some((gpu, _folder)) = backend(&format!("ptx_{version}"), &[], &variables) else {
+            return;
+        };
+        let gemm = Gemm::new(gpu);
+        let weight = gemm.upload(&layer()).expect("it fits");
+        gemm.prepare(&weight, 64).expect("the stand-in assembles what its version allows");
+    }
+    let variables = [("STUB_DRIVER_VERSION", "11040"), ("STUB_PTX_CEILING", "74")];
+    let Some((gpu, _folder)) = backend("ptx_old", &[], &variables) else { return };
+    let error = gpu.load(&add_one(SmArch::baseline(90))).expect_err("sm_90 is younger");
+    assert_eq!(error.to_string(), "loading add_one on Stand-in 0 with the driver of CUDA 11.4");
+    let what =
+        "sm_90 needs PTX 7.8, the driver speaks up to 7.4: install a driver of CUDA 11.8 or newer";
+    assert_eq!(verdict(&error), [(Rule::Version, what.to_owned())]);
+    gpu.load(&add_one(SmArch::baseline(80))).expect("the same for sm_80 is old enough");
+}
+
+/// Fault B57: cards below sm_80 are refused by name, and so is a kernel built for them.
+#[test]
+fn b57_cards_below_sm_80_are_refused_by_name() {
+    for capability in ["70", "75"] {
+        let variables = [("STUB_CAPABILITY", capability)];
+        let Some((gpu, _folder)) = backend(&format!("sm_{capability}"), &[], &variables) else {
+            return;
+        };
+        let sm = format!("sm_{capability}");
+        let error = gpu.load(&product(SmArch::baseline(80))).expect_err("too old");
+        let what =
+            format!("Stand-in 0 has {sm}, which does not run code for sm_80: build for {sm}");
+        assert_eq!(verdict(&error), [(Rule::Target, what)]);
+        let error = gpu.load(&product(sm.parse().expect("a target"))).expect_err("no such mma");
+        let mma =
+            format!("sm_80 or higher, the target is {sm}: this kernel cannot run on older cards");
+        let found = verdict(&error);
+        assert!(
+            found.iter().any(|(rule, what)| {
+                *rule == Rule::Target && what.starts_with("`mma.sync") && what.ends_with(&mma)
+            }),
+            "{found:?}"
+        );
+        let gemm = Gemm::new(gpu);
+        let weight = gemm.upload(&layer()).expect("it fits");
+        let error = gemm.prepare(&weight, 1).expect_err("no kernel for this card").to_string();
+        assert!(error.contains(&sm), "{error}");
+    }
+}
+
+/// A module that breaks a rule is refused with all its problems.
+#[test]
+fn a_module_is_verified_before_it_is_loaded() {
+    let Some((gpu, _folder)) = backend("verify", &[], &[]) else { return };
+    let mut a = Asm::new();
+    let (sum, unset) = (a.reg(), a.reg());
+    a.add_u32(sum, unset, 1u32);
+    let module = a.finish("add_one", SmArch::baseline(80), 48, 1);
+    let rules: Vec<Rule> = verdict(&gpu.load(&module).expect_err("wrong in three ways"))
+        .into_iter()
+        .map(|(rule, _)| rule)
+        .collect();
+    assert_eq!(rules, [Rule::Launch, Rule::Flow, Rule::Definition]);
+}
+
+/// The argument list is compared with the module's parameters, in the emulator's words, and the driver is
+/// not asked about them beyond the last one.
+#[test]
+fn arguments_are_those_of_the_module() {
+    let Some((gpu, _folder)) = backend("arguments", &["full"], &[]) else { return };
+    let module = add_one(SmArch::baseline(80));
+    let ptr = Arg::from(gpu.alloc(256).expect("memory"));
+    let kernel = gpu.load(&module).expect("it loads");
+    let launch = |args: &[Arg]| gpu.launch(&*kernel, [1, 1], args, Stream::default());
+    let emu = EmuBackend::h200_like(1);
+    let emulated = emu.load(&module).expect("it loads");
+    let wrong: [&[Arg]; 4] =
+        [&[], &[ptr, ptr], &[ptr, Arg::U32(1), Arg::U32(1)], &[ptr, ptr, Arg::U32(1), Arg::U32(1)]];
+    for args in wrong {
+        let error = launch(args).expect_err("not the parameters");
+        assert!(matches!(error.source.downcast_ref::<GpuError>(), Some(GpuError::Arguments(_))));
+        let other = emu.launch(&*emulated, [1, 1], args, Stream::default()).expect_err("likewise");
+        assert_eq!(error.source.to_string(), other.source.to_string());
+    }
+    let error = launch(&[ptr, ptr]).expect_err("one is missing");
+    assert_eq!(
+        error.source.to_string(),
+        "add_one takes (dst: u64, src: u64, n: u32), given (u64, u64); pass its parameters in order"
+    );
+    for _ in 0..100 {
+        launch(&[ptr, ptr, Arg::U32(64)]).expect("the parameters");
+    }
+    gpu.context().synchronize().expect("no refused question");
+}
+
+/// Run here it says that it is skipped; started by the test below it loads a kernel as `open` makes it.
+#[test]
+fn a_child_loads_a_kernel() {
+    if env::var_os("MAKAIRA_TEST_CHILD").is_none() {
+        eprintln!("skipped: a_child_loads_a_kernel is started by line_info_by_the_environment");
+        return;
+    }
+    let gpu = GpuBackend::open(0).expect("the stand-in");
+    gpu.load(&add_one(SmArch::baseline(80))).expect("it loads");
+}
+
+#[test]
+fn line_info_by_the_environment() {
+    let Some(library) = stub("lines", &[], &[]) else { return };
+    for (value, wanted) in [("1", true), ("0", false), ("", false)] {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let output = Command::new(env::current_exe().expect("this test has a path"))
+            .args(["--exact", "a_child_loads_a_kernel"])
+            .env("MAKAIRA_TEST_CHILD", "1")
+            .env("MAKAIRA_LIBCUDA", &library)
+            .env("MAKAIRA_CACHE_DIR", folder.path())
+            .env("MAKAIRA_NO_CACHE", "0")
+            .env("MAKAIRA_LINEINFO", value)
+            .output()
+            .expect("this test starts again");
+        assert!(output.status.success(), "{output:?}");
+        let entries = fs::read_dir(folder.path())
+            .expect("the store")
+            .map(|entry| fs::read(entry.expect("an entry").path()).expect("a file"));
+        let entries: Vec<String> =
+            entries.map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).collect();
+        assert!(entries.iter().any(|entry| entry.contains("add_one")), "nothing was stored");
+        let has_lines = entries.iter().any(|entry| entry.contains(".loc 1 "));
+        assert_eq!(has_lines, wanted, "MAKAIRA_LINEINFO={value:?}");
+    }
+}
