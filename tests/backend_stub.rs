@@ -2,13 +2,15 @@
 
 #[path = "stub/build.rs"]
 mod build;
+#[path = "stub/open.rs"]
+mod opened;
 
 use std::error::Error as _;
 use std::process::Command;
 use std::sync::Arc;
 use std::{env, fs};
 
-use build::{context, open, stub};
+use build::stub;
 use makaira::asm::{Asm, Module, Rule};
 use makaira::backend::{Arg, Backend, Error, Stream};
 use makaira::emu::EmuBackend;
@@ -17,6 +19,7 @@ use makaira::jit::{GpuBackend, GpuError, Loader, Store};
 use makaira::kernel::{Config, select};
 use makaira::target::SmArch;
 use makaira::weights::{Dense, Group, PackedWeights, quantize};
+use opened::{context, open};
 
 /// A backend on a stand-in with these settings, and a store that goes with the folder.
 fn backend(

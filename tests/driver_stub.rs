@@ -6,12 +6,15 @@
 
 #[path = "stub/build.rs"]
 mod build;
+#[path = "stub/open.rs"]
+mod opened;
 
 use std::process::Command;
 use std::sync::Arc;
 use std::{env, thread};
 
-use build::{context, open, stub};
+use build::stub;
+use opened::{context, open};
 
 use makaira::driver::{
     Args, CaptureMode, Context, Cubin, Device, DeviceBuffer, Driver, DriverVersion, Error, Event,

@@ -5,17 +5,20 @@
 
 #[path = "stub/build.rs"]
 mod build;
+#[path = "stub/open.rs"]
+mod opened;
 
 use std::error::Error as _;
 use std::sync::Arc;
 
-use build::{context, open, stub};
+use build::stub;
 use half::f16;
 use makaira::backend::Backend;
 use makaira::driver::{self, CaptureMode, StreamRef};
 use makaira::gemm::{Error, Gemm, Matrix};
 use makaira::jit::{self, GpuBackend, Loader, Store};
 use makaira::weights::{Dense, Group, PackedWeights, quantize};
+use opened::{context, open};
 
 /// Of the driver or of a product.
 type Failure = Box<dyn std::error::Error>;

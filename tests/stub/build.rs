@@ -1,11 +1,9 @@
-//! Compiles and opens the stand-in for libcuda. Without rustc, or without a place for it, says so.
+//! Compiles the stand-in for libcuda. Without rustc, or without a place for it, says so.
 
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Mutex;
 use std::{env, fs};
-
-use makaira::driver::{Context, Device, Driver};
 
 /// Compiles the stand-in, once per name; `None` (and a line that says so) without a compiler.
 pub fn stub(name: &str, cfgs: &[&str], variables: &[(&str, &str)]) -> Option<PathBuf> {
@@ -39,15 +37,4 @@ pub fn stub(name: &str, cfgs: &[&str], variables: &[(&str, &str)]) -> Option<Pat
             None
         }
     }
-}
-
-/// Opens what [`stub`] compiled.
-pub fn open(library: Option<PathBuf>) -> Option<&'static Driver> {
-    library.map(|library| Driver::open(library).expect("the stand-in opens"))
-}
-
-/// The primary context of a device.
-pub fn context(driver: &'static Driver, ordinal: u32) -> Context {
-    let device = Device::nth(driver, ordinal).expect("the device is there");
-    Context::primary(device).expect("a primary context")
 }
