@@ -2,7 +2,7 @@
 //!
 //! Each warp stores its accumulators to shared memory, where fragments turn into rows; then every thread
 //! owns *items*, four neighbouring channels of one row, adds the teams' parts of an item in team order, and
-//! hands the sum to the reduction over CTAs ([`super::reduction`]) and to the output. Only memory
+//! hands the sum to the reduction over CTAs (`reduction.rs`) and to the output. Only memory
 //! instructions are guarded, and guarded loads are preceded by zeros: see `emit_zeros`.
 
 use super::params::{Params, load_u32, load_u64};

@@ -150,7 +150,7 @@ const IN_FLIGHT_BYTES: u32 = 64 << 10;
 
 /// Every configuration of every family that is worth considering for a problem on a target, in the
 /// preferred numerics: single-precision reduction, no eviction policy. The ring has as many slots as put
-/// [`IN_FLIGHT_BYTES`] in flight, or as many as fit.
+/// `IN_FLIGHT_BYTES` in flight, or as many as fit.
 pub fn candidates(problem: &Problem, target: SmArch) -> Vec<Config> {
     let tile_m = tile_m_for(problem.m);
     let mut candidates = Vec::new();
