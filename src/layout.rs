@@ -107,7 +107,7 @@ mod tests {
                 for other in [bits.wrapping_add(1), bits.wrapping_sub(1)].map(half::f16::from_bits) {
                     if other.is_finite() {
                         let other_error = (other.to_f64() - value).abs();
-                        prop_assert!(error < other_error || (error == other_error && bits % 2 == 0));
+                        prop_assert!(error < other_error || (error == other_error && bits.is_multiple_of(2)));
                     }
                 }
             } else {

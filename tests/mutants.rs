@@ -27,7 +27,7 @@ use makaira::asm::isa::tensor::Tensor;
 use makaira::asm::reg::{Imm, In, SharedAddr};
 use makaira::emu::{EmuBackend, Options};
 use makaira::gemm::Prepared;
-use makaira::kernel::parts::epilogue_bytes;
+use makaira::kernel::epilogue::epilogue_bytes;
 use makaira::kernel::{Config, Reduction, Rows, select};
 use makaira::weights::{CODE_BYTES_PER_TILE, Group};
 

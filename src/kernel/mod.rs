@@ -3,12 +3,15 @@
 //! A family is one file and one line of [`FAMILIES`]. It says which configurations it has for a problem and
 //! builds the module of one. This room emits programs; it never runs them.
 
-pub mod parts;
+pub mod epilogue;
+pub mod params;
 pub mod problem;
+mod reduction;
 pub mod select;
 pub mod sm80;
+pub mod stripe;
 
-pub use parts::Arguments;
+pub use params::Arguments;
 pub use problem::{Config, Plan, Problem, Reduction, Rows, Scaling};
 
 use crate::asm::Module;

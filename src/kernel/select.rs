@@ -7,7 +7,8 @@
 
 use std::fmt;
 
-use super::parts::{epilogue_bytes, magic};
+use super::epilogue::epilogue_bytes;
+use super::params::magic;
 use super::problem::{Config, Plan, Problem, Reduction, Rows, Scaling};
 use super::{FAMILIES, KernelFamily};
 use crate::target::{DeviceSpec, SmArch};
@@ -119,14 +120,23 @@ pub fn check(config: &Config, target: SmArch) -> Result<(), Illegal> {
     Ok(())
 }
 
-/// An estimate of a thread's registers: accumulators, the group's sums, B fragments, two rounds of words,
-/// and addresses. With fewer the assembler spills.
+/// An estimate of a thread's registers, fitted to what the assembler takes: accumulators, the sums of the
+/// groups that live at a time, B fragments, two rounds of words, addresses, and what each copy of rows of A
+/// keeps; copies by elements keep more. With fewer the assembler spills.
 fn registers_needed(config: &Config) -> u32 {
     let accumulators = 4 * config.tiles_per_warp() * config.tile_m.div_ceil(8);
-    let promotes = config.scaling == Scaling::Promote && config.group != Group::PerColumn;
-    let sums = if promotes { accumulators } else { 0 };
-    let batch = 4 * config.tile_m.div_ceil(8);
-    accumulators + sums + batch + 8 * config.tiles_per_warp() + 48
+    let sums = match config.group {
+        Group::Size(size) if config.scaling == Scaling::Promote => match size {
+            128 => 4 * accumulators / 3,
+            64 => 2 * accumulators,
+            _ => 5 * accumulators / 2,
+        },
+        _ => 0,
+    };
+    let batch = 2 * config.tile_m.div_ceil(8);
+    let halves_per_copy = if config.rows == Rows::Element { 11 } else { 5 };
+    let copies = halves_per_copy * config.tile_m.div_ceil(2 * config.warps_n) / 2;
+    accumulators + sums + batch + copies + 8 * config.tiles_per_warp() + 48
 }
 
 /// Rows of C per CTA for a batch of `m` rows: the smallest step that holds it, 64 for large ones.
@@ -140,7 +150,7 @@ const IN_FLIGHT_BYTES: u32 = 64 << 10;
 
 /// Every configuration of every family that is worth considering for a problem on a target, in the
 /// preferred numerics: single-precision reduction, no eviction policy. The ring has as many slots as put
-/// [`IN_FLIGHT_BYTES`] in flight, or as many as fit.
+/// `IN_FLIGHT_BYTES` in flight, or as many as fit.
 pub fn candidates(problem: &Problem, target: SmArch) -> Vec<Config> {
     let tile_m = tile_m_for(problem.m);
     let mut candidates = Vec::new();

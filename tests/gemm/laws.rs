@@ -1,6 +1,6 @@
 //! Laws: any small product is right, names parse back, divisions are exact.
 
-use makaira::kernel::parts::magic;
+use makaira::kernel::params::magic;
 use makaira::kernel::{Config, Problem, Reduction, Rows, select};
 use makaira::target::SmArch;
 use makaira::weights::Group;

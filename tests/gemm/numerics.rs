@@ -171,3 +171,27 @@ fn b39_a_bad_scale_spoils_its_column_only() {
         }
     }
 }
+
+/// Fault B59: the weight stream's L2 policy is a choice at run time, and both choices are right.
+#[test]
+fn b59_with_and_without_the_eviction_policy() {
+    for device in devices() {
+        let mut random = Random(59);
+        let (n, k, m) = (256, 1024, 13);
+        let setup = Setup::new(&device, Layer::new(n, k, 128, Fill::Random, &mut random));
+        let a = activations(m, k, Fill::Random, &mut random);
+        let products = ["", "_ef"].map(|flag| {
+            let name = format!("marlin_sm80_u4b8_f16_m16n64k512_g128_w1_s3_c1{flag}");
+            let config: Config = name.parse().expect("a name");
+            let prepared = setup.prepare(config, 3, m);
+            let workspace = setup.workspace(&prepared.choice, m);
+            let c = setup
+                .run_with(&prepared, &a, CANARIES, &workspace)
+                .unwrap_or_else(|error| panic!("{name}: {}", chain(&error)));
+            compare(&setup.layer, &a, &c, Tolerance::of(Fill::Random, &config, k, 3))
+                .unwrap_or_else(|why| panic!("{name}: {why}"));
+            c
+        });
+        assert_eq!(products[0], products[1], "the policy only tunes");
+    }
+}

@@ -1,0 +1,118 @@
+//! The entry parameters of a GEMM kernel, and what a kernel needs to read them.
+//!
+//! One list declares the parameters to the assembler and gives the host the struct that fills them, so
+//! their order exists once. Division by a parameter goes through a multiplier that the host computes:
+//! integer division by a run-time value would cost hundreds of clocks before the first copy.
+//! Source of the multipliers: Granlund and Montgomery, "Division by Invariant Integers using Multiplication".
+
+use crate::asm::Asm;
+use crate::asm::reg::{Param, Reg};
+use crate::asm::types::{B32, B64};
+
+/// Declares the entry parameters. The host fills them in the same order: see [`super::Arguments`].
+macro_rules! params {
+    ($($(#[$doc:meta])* $name:ident: $width:ident),* $(,)?) => {
+        /// The entry parameters of a GEMM kernel.
+        #[derive(Clone, Copy, Debug)]
+        pub struct Params { $($(#[$doc])* pub $name: Param),* }
+
+        impl Params {
+            /// Declares them in order.
+            pub fn declare(a: &mut Asm) -> Self {
+                Self { $($name: a.$width(stringify!($name))),* }
+            }
+        }
+
+        /// The values of the entry parameters of a GEMM kernel.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub struct Arguments { $($(#[$doc])* pub $name: params!(@type $width)),* }
+
+        impl Arguments {
+            /// The kernel arguments, in the order of the entry's parameters.
+            pub fn list(&self) -> [crate::backend::Arg; params!(@count $($name)*)] {
+                [$(params!(@arg $width self.$name)),*]
+            }
+        }
+    };
+    (@type param_u64) => { u64 };
+    (@type param_u32) => { u32 };
+    (@arg param_u64 $value:expr) => { crate::backend::Arg::U64($value) };
+    (@arg param_u32 $value:expr) => { crate::backend::Arg::U32($value) };
+    (@count) => { 0 };
+    (@count $head:ident $($tail:ident)*) => { 1 + params!(@count $($tail)*) };
+}
+
+params! {
+    /// Activations, fp16 `[m][k]`.
+    a_ptr: param_u64,
+    /// Packed weights.
+    b_ptr: param_u64,
+    /// Output, fp16 `[m][n]`.
+    c_ptr: param_u64,
+    /// Per-column scales, fp16 `[n_padded]`; unused with grouped scales.
+    column_scales_ptr: param_u64,
+    /// Partial sums, one slot of `tile_m * tile_n` floats per CTA.
+    scratch_ptr: param_u64,
+    /// One lock word per output tile.
+    locks_ptr: param_u64,
+    /// Rows of A and C.
+    m: param_u32,
+    /// Columns of C.
+    n: param_u32,
+    /// Columns of A.
+    k: param_u32,
+    /// Bytes from one row of A to the next.
+    a_stride_bytes: param_u32,
+    /// Bytes from one row of C to the next.
+    c_stride_bytes: param_u32,
+    /// Groups of 64 columns in the packed weights.
+    num_chunk_columns: param_u32,
+    /// Runs of 128 inputs in the packed weights.
+    k_tiles: param_u32,
+    /// Runs of 128 inputs in all tiles together.
+    num_runs: param_u32,
+    /// Runs of 128 inputs per stripe.
+    stripe: param_u32,
+    /// Division by `k_tiles`: see [`magic`].
+    k_tiles_magic: param_u32,
+    /// Its shift.
+    k_tiles_shift: param_u32,
+    /// Division by `stripe`.
+    stripe_magic: param_u32,
+    /// Its shift.
+    stripe_shift: param_u32,
+}
+
+/// Multiplier and shift with `x / d == mulhi(2 * x, multiplier) >> shift` for `x < 2^31`.
+///
+/// With `shift = ceil(log2 d)` and `multiplier = ceil(2^(31 + shift) / d)`, which lies in `[2^31, 2^32)`, the
+/// multiplier is too large by less than `d <= 2^shift` parts in `2^(31 + shift)`: too little to carry a
+/// quotient of `x < 2^31` to the next integer.
+pub fn magic(d: u32) -> (u32, u32) {
+    let shift = d.next_power_of_two().ilog2();
+    let multiplier = (1u64 << (31 + shift)).div_ceil(u64::from(d));
+    (multiplier as u32, shift)
+}
+
+/// Emits `x / d` for a divisor whose [`magic`] is in `multiplier` and `shift`.
+pub fn emit_div(a: &mut Asm, x: Reg<B32>, multiplier: Reg<B32>, shift: Reg<B32>) -> Reg<B32> {
+    let [twice, high, quotient] = a.regs();
+    a.add_u32(twice, x, x);
+    a.mul_hi_u32(high, twice, multiplier);
+    a.shr_u32(quotient, high, shift);
+    quotient
+}
+
+/// A 32-bit entry parameter in a register.
+pub fn load_u32(a: &mut Asm, param: Param) -> Reg<B32> {
+    let reg = a.reg();
+    a.ld_param_u32(reg, param);
+    reg
+}
+
+/// A 64-bit entry parameter in a register.
+pub fn load_u64(a: &mut Asm, param: Param) -> Reg<B64> {
+    let reg = a.reg();
+    a.ld_param_u64(reg, param);
+    reg
+}
