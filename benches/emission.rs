@@ -35,7 +35,14 @@ fn main() {
     let mut configs = Vec::new();
     let mut largest: Vec<(usize, Config)> = Vec::new();
     for m in [1, 2, 4, 8, 16, 32, 48, 64] {
-        let problem = Problem { m, n: 4096, k: 4096, group: Group::Size(128), rows: Rows::Whole };
+        let problem = Problem {
+            format: "u4b8",
+            m,
+            n: 4096,
+            k: 4096,
+            group: Group::Size(128),
+            rows: Rows::Whole,
+        };
         configs.push(select::choose(&problem, device).expect("there is a kernel").config);
         let sizes = select::candidates(&problem, device.arch).into_iter();
         largest.extend(sizes.map(|config| (build(&config).nodes().count(), config)));
@@ -50,7 +57,14 @@ fn main() {
     let mut worst = 0.0f64;
     for config in configs {
         let m = config.tile_m.into();
-        let problem = Problem { m, n: 4096, k: 4096, group: Group::Size(128), rows: Rows::Whole };
+        let problem = Problem {
+            format: "u4b8",
+            m,
+            n: 4096,
+            k: 4096,
+            group: Group::Size(128),
+            rows: Rows::Whole,
+        };
         let module = build(&config);
         let options = PrintOptions { line_info: false };
         let choose = median_ms(|| select::choose(&problem, device).is_ok());

@@ -157,6 +157,7 @@ pub struct Prepared {
 /// What the choice of a kernel depends on.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Slot {
+    format: &'static str,
     n: u32,
     k: u32,
     group: crate::weights::Group,
@@ -186,8 +187,14 @@ impl Gemm {
     /// Copies a packed weight to the device.
     ///
     /// # Errors
-    /// If the device has too little memory.
+    /// If the device has too little memory, or a row of A or C would be longer than kernels address.
     pub fn upload(&self, packed: &PackedWeights) -> Result<Weight, Error> {
+        let (n, k) = (packed.layout().n, packed.layout().k);
+        if 2 * n.max(k) as u64 > MAX_ROW_STRIDE_BYTES {
+            let most = MAX_ROW_STRIDE_BYTES / 2;
+            let rule = format!("{n} outputs x {k} inputs; at most {most} of each, split the layer");
+            return Err(Error::Operand { operand: "weight", rule });
+        }
         let ptr = self.backend.alloc(packed.bytes().len() as u64)?;
         let weight = Weight {
             backend: self.backend.clone(),
@@ -207,7 +214,7 @@ impl Gemm {
         let mut needs = (0, 0);
         for m in steps(max_m) {
             for rows in [Rows::Whole, Rows::Vector, Rows::Element] {
-                let problem = problem(weight.layout(), m, rows);
+                let problem = problem(weight, m, rows);
                 let choice = select::choose(&problem, self.backend.device())?;
                 for plan in select::plans(&choice.config, &problem, choice.stripe) {
                     needs.0 = needs.0.max(plan.scratch_bytes);
@@ -248,7 +255,7 @@ impl Gemm {
     pub fn prepare(&self, weight: &Weight, max_m: u64) -> Result<(), Error> {
         for m in steps(max_m) {
             let rows = default_rows(weight.layout());
-            self.prepared(&problem(weight.layout(), m, rows), None)?;
+            self.prepared(&problem(weight, m, rows), None)?;
         }
         Ok(())
     }
@@ -277,7 +284,7 @@ impl Gemm {
         }
         let layout = weight.layout();
         let rows = rows_of(layout, a, c)?;
-        let problem = problem(layout, m, rows);
+        let problem = problem(weight, m, rows);
         let prepared = self.prepared(&problem, Some(stream))?;
         self.launch(&prepared, &problem, a, weight, c, workspace, stream)
     }
@@ -310,7 +317,7 @@ impl Gemm {
         if config.group != layout.group || config.format != weight.format {
             return Err(mismatch(format!("the weight is {} {:?}", weight.format, layout.group)));
         }
-        let problem = problem(layout, m, config.rows);
+        let problem = problem(weight, m, config.rows);
         self.launch(prepared, &problem, a, weight, c, workspace, stream)
     }
 
@@ -355,6 +362,7 @@ impl Gemm {
     /// it was not before.
     fn prepared(&self, problem: &Problem, stream: Option<Stream>) -> Result<Prepared, Error> {
         let slot = Slot {
+            format: problem.format,
             n: problem.n,
             k: problem.k,
             group: problem.group,
@@ -398,8 +406,10 @@ fn step(m: u64) -> u64 {
     if m <= 64 { select::tile_m_for(m).into() } else { m.next_power_of_two() }
 }
 
-fn problem(layout: &PackedLayout, m: u64, rows: Rows) -> Problem {
-    Problem { m, n: layout.n as u32, k: layout.k as u32, group: layout.group, rows }
+fn problem(weight: &Weight, m: u64, rows: Rows) -> Problem {
+    let layout = weight.layout();
+    let (n, k) = (layout.n as u32, layout.k as u32);
+    Problem { format: weight.format, m, n, k, group: layout.group, rows }
 }
 
 /// How rows of exactly N and K elements at aligned addresses can be accessed.

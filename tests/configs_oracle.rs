@@ -62,7 +62,8 @@ fn choices(
         for m in BATCHES {
             for group in groups {
                 for rows in rows {
-                    let problem = Problem { m, n: *n, k: *k, group: *group, rows: *rows };
+                    let problem =
+                        Problem { format: "u4b8", m, n: *n, k: *k, group: *group, rows: *rows };
                     let choice = select::choose(&problem, device);
                     choices.insert(choice.unwrap_or_else(|error| panic!("{error}")).config);
                 }

@@ -16,7 +16,10 @@ fn configs(target: SmArch) -> BTreeSet<Config> {
     for m in [1, 2, 4, 8, 16, 32, 48, 64, 1000] {
         for group in [Group::PerColumn, Group::Size(128)] {
             for rows in [Rows::Whole, Rows::Vector, Rows::Element] {
-                configs.extend(candidates(&Problem { m, n: 4096, k: 4096, group, rows }, target));
+                configs.extend(candidates(
+                    &Problem { format: "u4b8", m, n: 4096, k: 4096, group, rows },
+                    target,
+                ));
             }
         }
     }

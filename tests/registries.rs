@@ -96,7 +96,7 @@ fn products(backend: &Arc<dyn Backend>, config: Config, layer: &Layer) -> Result
     let gemm = Gemm::new(backend.clone());
     let weight = gemm.upload(&layer.packed).expect("it fits");
     let (n, k, group) = (N as u32, K as u32, Group::Size(GROUP));
-    let problem = Problem { m: M as u64, n, k, group, rows: Rows::Whole };
+    let problem = Problem { format: "u4b8", m: M as u64, n, k, group, rows: Rows::Whole };
     let stripe = k / 128;
     let cost = select::cost(&config, &problem, backend.device(), stripe);
     let prepared = gemm.prepare_choice(Choice { config, stripe, cost });

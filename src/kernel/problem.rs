@@ -12,6 +12,8 @@ use crate::weights::{Group, WeightFormat, format_by_name};
 /// A matrix product to run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Problem {
+    /// The weight type's name, see [`crate::weights::FORMATS`].
+    pub format: &'static str,
     /// Rows of A and C, the batch. May be 0.
     pub m: u64,
     /// Columns of C, outputs of the layer.

@@ -168,7 +168,7 @@ pub fn candidates(problem: &Problem, target: SmArch) -> Vec<Config> {
                     }
                     let config = |stages| Config {
                         family: family.name(),
-                        format: "u4b8",
+                        format: problem.format,
                         group: problem.group,
                         tile_m,
                         tile_n: 16 * tiles_per_warp * warps_n,

@@ -227,7 +227,8 @@ impl Case {
         backend.upload(a_ptr, bytemuck::cast_slice(&a)).expect("the range is allocated");
         let c_ptr = backend.alloc(2 * self.m * self.n as u64).expect("the matrix fits");
         let (n, k) = (self.n as u32, self.k as u32);
-        let problem = Problem { m: self.m, n, k, group: config.group, rows: config.rows };
+        let problem =
+            Problem { format: "u4b8", m: self.m, n, k, group: config.group, rows: config.rows };
         let cost = select::cost(&config, &problem, backend.device(), self.stripe);
         let choice = select::Choice { config, stripe: self.stripe, cost };
         let prepared = gemm.prepare_choice(choice).expect("the configuration is legal");

@@ -23,7 +23,7 @@ fn family(target: SmArch) -> Vec<Config> {
     for m in [1, 2, 4, 8, 16, 32, 48, 64] {
         for group in [Group::PerColumn, Group::Size(32), Group::Size(64), Group::Size(128)] {
             for rows in [Rows::Whole, Rows::Vector, Rows::Element] {
-                let problem = Problem { m, n: 4096, k: 4096, group, rows };
+                let problem = Problem { format: "u4b8", m, n: 4096, k: 4096, group, rows };
                 for config in select::candidates(&problem, target) {
                     family.push(config);
                     let in_place = Config { reduction: Reduction::F16InPlace, ..config };

@@ -153,7 +153,7 @@ proptest! {
             l2_bytes: 40 << 20,
             smem_per_cta_bytes: arch.spec().expect("in the table").smem_per_cta_bytes,
         };
-        let problem = Problem { m, n, k, group, rows: Rows::Whole };
+        let problem = Problem { format: "u4b8", m, n, k, group, rows: Rows::Whole };
         let choice = select::choose(&problem, &device).expect("every size has a kernel");
         select::check(&choice.config, arch).expect("what is chosen is legal");
         prop_assert_eq!(select::choose(&problem, &device).expect("again"), choice);

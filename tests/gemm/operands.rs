@@ -161,7 +161,7 @@ proptest! {
         ]),
     ) {
         let config: Config = name.parse().expect("a name");
-        let problem = Problem { m, n, k, group: config.group, rows: Rows::Whole };
+        let problem = Problem { format: "u4b8", m, n, k, group: config.group, rows: Rows::Whole };
         let (k_tiles, num_tiles) = (k.div_ceil(128), n.div_ceil(config.tile_n));
         let stripe = 1 + stripe_of % (k_tiles * num_tiles);
         let mut next = 0;
@@ -316,7 +316,8 @@ fn b57_cards_before_ampere_are_refused() {
     for sm in [70, 75] {
         let device = device_of(SmArch::baseline(sm));
         for rows in [Rows::Whole, Rows::Vector, Rows::Element] {
-            let problem = Problem { m: 1, n: 4096, k: 4096, group: Group::Size(128), rows };
+            let problem =
+                Problem { format: "u4b8", m: 1, n: 4096, k: 4096, group: Group::Size(128), rows };
             let error = select::choose(&problem, &device).expect_err("no kernel runs there");
             let text = error.to_string();
             assert!(text.contains(&format!("sm_{sm}")) && text.contains("sm80"), "{text}");
@@ -343,7 +344,8 @@ fn b65_shared_memory_limits_are_kept() {
         let spec = arch.spec().expect("in the table");
         for m in [1, 8, 16, 32, 48, 64, 1000] {
             for group in [Group::PerColumn, Group::Size(32), Group::Size(128)] {
-                let problem = Problem { m, n: 4096, k: 4096, group, rows: Rows::Whole };
+                let problem =
+                    Problem { format: "u4b8", m, n: 4096, k: 4096, group, rows: Rows::Whole };
                 let choice = select::choose(&problem, &device_of(arch)).expect("a kernel");
                 let family = select::family_of(&choice.config);
                 assert!(family.smem_bytes(&choice.config) <= spec.smem_per_cta_bytes, "{choice:?}");

@@ -37,7 +37,7 @@ fn verdict(device: &Device, n: usize, k: usize, group: i64) {
     PackedLayout::new(n, k, group).expect("every size is padded");
     for m in [1, 2, 7, 16, 17, 33, 64, 65, 4096, 1 << 33] {
         for rows in [Rows::Whole, Rows::Vector, Rows::Element] {
-            let problem = Problem { m, n: n as u32, k: k as u32, group, rows };
+            let problem = Problem { format: "u4b8", m, n: n as u32, k: k as u32, group, rows };
             select::choose(&problem, device.backend.device()).expect("one verdict for every batch");
         }
     }

@@ -231,7 +231,7 @@ impl Setup {
 
     pub fn problem(&self, m: usize, rows: Rows) -> Problem {
         let Layer { n, k, group, .. } = self.layer;
-        Problem { m: m as u64, n: n as u32, k: k as u32, group, rows }
+        Problem { format: "u4b8", m: m as u64, n: n as u32, k: k as u32, group, rows }
     }
 
     /// A configuration and stripe length of the test's choice.

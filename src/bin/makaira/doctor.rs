@@ -161,7 +161,14 @@ fn verdict(
         l2_bytes: info.l2_bytes,
         smem_per_cta_bytes: info.smem_per_cta_bytes,
     };
-    let problem = Problem { m: 16, n: 4096, k: 4096, group: Group::Size(128), rows: Rows::Whole };
+    let problem = Problem {
+        format: "u4b8",
+        m: 16,
+        n: 4096,
+        k: 4096,
+        group: Group::Size(128),
+        rows: Rows::Whole,
+    };
     let ranked = select::ranked(&problem, &device);
     let choice = ranked.iter().find(|choice| choice.config.family == family.name());
     let choice = choice.ok_or("no configuration fits its shared memory and registers")?;

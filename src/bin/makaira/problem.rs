@@ -31,7 +31,7 @@ impl ProblemArgs {
             anyhow::bail!("--m {m} --n {n} --k {k}: a kernel is made for at least 1 of each");
         }
         let group = Group::new(k as usize, self.group)?;
-        Ok(Problem { m, n, k, group, rows: dense_rows(n, k) })
+        Ok(Problem { format: "u4b8", m, n, k, group, rows: dense_rows(n, k) })
     }
 }
 
@@ -46,7 +46,7 @@ pub fn dense_rows(n: u32, k: u32) -> Rows {
 
 /// A problem in one line.
 pub fn describe(problem: &Problem) -> String {
-    let Problem { m, n, k, group, rows } = problem;
+    let Problem { m, n, k, group, rows, .. } = problem;
     let rows = match rows {
         Rows::Whole => "rows by whole runs of 128",
         Rows::Vector => "rows by vectors",

@@ -102,7 +102,8 @@ impl<'d> Trial<'d> {
         let m = x.len() / k;
         let rows = dense_rows(n as u32, k as u32);
         let group = self.weight.layout().group;
-        let problem = Problem { m: m as u64, n: n as u32, k: k as u32, group, rows };
+        let problem =
+            Problem { format: "u4b8", m: m as u64, n: n as u32, k: k as u32, group, rows };
         // Without rows nothing is launched; there is a kernel all the same.
         let chosen_for = Problem { m: problem.m.max(1), ..problem };
         let choice = select::choose(&chosen_for, self.device.backend.device())?;

@@ -76,7 +76,7 @@ impl Shape {
 
     /// The product of `m` rows with this layer.
     pub fn problem(&self, m: u64, group: Group) -> Problem {
-        Problem { m, n: self.n as u32, k: self.k as u32, group, rows: self.rows() }
+        Problem { format: "u4b8", m, n: self.n as u32, k: self.k as u32, group, rows: self.rows() }
     }
 }
 

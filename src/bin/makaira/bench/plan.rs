@@ -119,8 +119,14 @@ mod tests {
 
     use super::*;
 
-    const PROBLEM: Problem =
-        Problem { m: 16, n: 4096, k: 4096, group: Group::Size(128), rows: Rows::Whole };
+    const PROBLEM: Problem = Problem {
+        format: "u4b8",
+        m: 16,
+        n: 4096,
+        k: 4096,
+        group: Group::Size(128),
+        rows: Rows::Whole,
+    };
 
     #[test]
     fn a_sweep_is_unique_ranked_and_filtered() {
