@@ -5,26 +5,12 @@ use std::path::PathBuf;
 
 use anyhow::{Context, bail};
 use makaira::asm::{Module, PrintOptions};
-use makaira::kernel::{Config, select};
+use makaira::kernel::{Config, GOLDENS, select};
 use makaira::target::SmArch;
 use serde_json::json;
 
 use crate::output::{Format, Progress, count, write};
 use crate::{device, problem};
-
-/// The golden set, what `--all` writes: one configuration for each aspect of the design. The folder `ptx` of
-/// the repository holds their texts.
-const GOLDENS: &[&str] = &[
-    "marlin_sm80_u4b8_f16_m1n64k1024_g128_w1_s3_c1",
-    "marlin_sm80_u4b8_f16_m4n64k256_g32_w2_s3_c1_ef",
-    "marlin_sm80_u4b8_f16_m8n64k512_col_w1_s2_c1_el",
-    "marlin_sm80_u4b8_f16_m8n64k512_g128_w1_s4_c1",
-    "marlin_sm80_u4b8_f16_m16n64k512_g128_w1_s2_c1_r16",
-    "marlin_sm80_u4b8_f16_m16n128k512_g128_w2_s3_c1",
-    "marlin_sm80_u4b8_f16_m16n128k256_col_w2_s3_c1",
-    "marlin_sm80_u4b8_f16_m32n128k256_g64_w4_s2_c1_kt",
-    "marlin_sm80_u4b8_f16_m64n256k128_g128_w8_s3_c1_fs",
-];
 
 /// Arguments of `ptx`.
 #[derive(Debug, clap::Args)]
@@ -105,7 +91,7 @@ fn all(args: &Args, folder: &PathBuf) -> anyhow::Result<()> {
     fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
     let mut progress = Progress::new(GOLDENS.len());
     let mut files = Vec::new();
-    for name in GOLDENS {
+    for (name, _) in GOLDENS {
         progress.step(name);
         let config: Config = name.parse()?;
         let text = build(&config, args.target)?.to_ptx(PrintOptions { line_info: args.lineinfo });
