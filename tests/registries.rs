@@ -146,7 +146,7 @@ fn every_family_has_a_golden() {
         let prefix = format!("marlin_{}_", family.name());
         assert!(
             goldens.iter().any(|name| name.starts_with(&prefix)),
-            "family {} has no golden: list a configuration in tests/golden.rs",
+            "family {} has no golden: list a configuration in GOLDENS, src/kernel/mod.rs",
             family.name()
         );
     }
