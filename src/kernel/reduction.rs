@@ -62,9 +62,12 @@ fn emit_wait_lock(a: &mut Asm, thread: &Thread, lock: Reg<B64>, value: Reg<B32>)
 pub(super) fn emit_f32(a: &mut Asm, epilogue: &Epilogue<'_>, items: &Items, sums: Sums) {
     let Epilogue { config, params, ref thread, segment, .. } = *epilogue;
     let [own, output, done] = ["own", "output", "tile_done"].map(|name| a.label(name));
-    let first = a.test_u32(Cmp::Eq, thread.tid, 0);
-    let owns = a.test_u32(Cmp::Eq, segment.begin, 0);
-    a.when(owns, |a| a.bra(own));
+    let first = a.section("whose tile", |a| {
+        let first = a.test_u32(Cmp::Eq, thread.tid, 0);
+        let owns = a.test_u32(Cmp::Eq, segment.begin, 0);
+        a.when(owns, |a| a.bra(own));
+        first
+    });
     a.section("contribute to another CTA's tile", |a| {
         let slot = items.emit_slot_ptr(a, params, segment.stripe_idx);
         for passes in items.batches() {
@@ -101,6 +104,8 @@ pub(super) fn emit_f32(a: &mut Asm, epilogue: &Epilogue<'_>, items: &Items, sums
         }
     });
     a.bind(done);
+    // The owner's threads have read the sums, so the caller may use their place again. Contributors
+    // have met since their last read already, before the release.
     a.bar_sync(0);
 }
 
@@ -166,6 +171,8 @@ pub(super) fn emit_f16(a: &mut Asm, epilogue: &Epilogue<'_>, items: &Items, sums
             }
             items.emit_output(a, params, &Output { scales: None, ..output }, &added);
         }
+        // All threads' stores precede the release. It is the last barrier as well: nobody reads the
+        // sums after it.
         a.bar_sync(0);
         // The lock counts the participants that are through; the top one leaves it at zero.
         let first = a.test_u32(Cmp::Eq, thread.tid, 0);

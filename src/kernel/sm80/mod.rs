@@ -150,6 +150,12 @@ pub fn build(config: &Config, target: SmArch) -> Module {
         thread: kernel.thread,
         segment: &segment,
     };
+    // Its last barrier lies between the reads of the sums and the copies of the next segment that land
+    // on them. Sums at the start of the ring need it: their slots are filled next. Sums in the last slot
+    // need it too: the main loop's first run refills that slot when one team has met, and other teams
+    // may still be reading. Only two kinds of sums in the last slot would do without: those of a single
+    // team, whose own barrier is the CTA's, and those that lie in team 0's codes and that team 0 alone
+    // reads. In-place reduction releases its lock behind that barrier and always needs it.
     epilogue.emit(&mut a, &acc, met);
     if !overlaps {
         kernel.emit_fill(&mut a, &next, &cursor);
