@@ -106,7 +106,7 @@ pub(super) fn emit_f32(a: &mut Asm, epilogue: &Epilogue<'_>, items: &Items, sums
     a.bind(done);
     // The owner's threads have read the sums, so the caller may use their place again. Contributors
     // have met since their last read already, before the release.
-    a.bar_sync(0);
+    a.section("tile done", |a| a.bar_sync(0));
 }
 
 /// Adds the helpers' parts of a batch of items, in stripe order.

@@ -22,7 +22,7 @@
 //! instructions, 32 HMMA, 16 FFMA, 9 + 4 LDGSTS; 404 instructions in all by the offline assembler.
 //!
 //! Measured, H200, 2026-11-30, group 128, `makaira bench`: 4096 x 4096 in 4.4 us at M = 1
-//! (`m1n32k1024_g128_w1_s3_c2`) and 5.2 us at M = 16; 57344 x 8192 in 58.8 us at M = 1 and 161 us at M = 64.
+//! (`m1n32k1024_g128_w1_s3_c2`) and 5.3 us at M = 16; 57344 x 8192 in 59.0 us at M = 1 and 164 us at M = 64.
 
 mod ring;
 mod run;
