@@ -13,7 +13,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, RwLock};
 
 use crate::backend::{self, Backend, DevicePtr, Kernel, Stream};
-use crate::kernel::select::{self, Choice, MAX_ROW_STRIDE_BYTES};
+use crate::kernel::select::{self, Choice, MAX_ROW_STRIDE_BYTES, MAX_ROWS, step};
 use crate::kernel::{Arguments, Config, Plan, Problem, Rows};
 use crate::weights::{PackedLayout, PackedWeights};
 
@@ -211,6 +211,7 @@ impl Gemm {
     /// # Errors
     /// If no kernel takes the weight or memory runs out.
     pub fn workspace(&self, weight: &Weight, max_m: u64) -> Result<Workspace, Error> {
+        check_rows(max_m)?;
         let mut needs = (0, 0);
         for m in steps(max_m) {
             for rows in [Rows::Whole, Rows::Vector, Rows::Element] {
@@ -253,8 +254,9 @@ impl Gemm {
     /// # Errors
     /// If no kernel takes the weight or compilation fails.
     pub fn prepare(&self, weight: &Weight, max_m: u64) -> Result<(), Error> {
+        check_rows(max_m)?;
         for m in steps(max_m) {
-            let rows = default_rows(weight.layout());
+            let rows = Rows::of(weight.layout().n, weight.layout().k);
             self.prepared(&problem(weight, m, rows), None)?;
         }
         Ok(())
@@ -282,6 +284,7 @@ impl Gemm {
         if m == 0 {
             return Ok(());
         }
+        check_rows(m)?;
         let layout = weight.layout();
         let rows = rows_of(layout, a, c)?;
         let problem = problem(weight, m, rows);
@@ -307,6 +310,7 @@ impl Gemm {
         if m == 0 {
             return Ok(());
         }
+        check_rows(m)?;
         let layout = weight.layout();
         let config = &prepared.choice.config;
         let mismatch = |rule: String| Error::Mismatch { config: config.to_string(), rule };
@@ -372,8 +376,7 @@ impl Gemm {
         if let Some(prepared) = self.prepared.read().expect("no panic holds it").get(&slot) {
             return Ok(prepared.clone());
         }
-        let chosen = Problem { m: slot.m, ..*problem };
-        let choice = select::choose(&chosen, self.backend.device())?;
+        let choice = select::choose(problem, self.backend.device())?;
         let prepared = Prepared { choice, kernel: self.kernel(&choice.config, stream)? };
         let mut table = self.prepared.write().expect("no panic holds it");
         Ok(table.entry(slot).or_insert(prepared).clone())
@@ -401,24 +404,21 @@ fn steps(max_m: u64) -> impl Iterator<Item = u64> {
     std::iter::successors(Some(1), |m| Some(step(m + 1))).take_while(move |m| *m <= last)
 }
 
-/// The batch rounded up to a step: the row tiles up to 64, then powers of two.
-fn step(m: u64) -> u64 {
-    if m <= 64 { select::tile_m_for(m).into() } else { m.next_power_of_two() }
+/// Refuses a batch that no memory holds, before sizes are computed from it.
+fn check_rows(m: u64) -> Result<(), Error> {
+    if m <= MAX_ROWS {
+        return Ok(());
+    }
+    Err(Error::Operand {
+        operand: "m",
+        rule: format!("{m} rows, at most {MAX_ROWS}; split the batch"),
+    })
 }
 
 fn problem(weight: &Weight, m: u64, rows: Rows) -> Problem {
     let layout = weight.layout();
     let (n, k) = (layout.n as u32, layout.k as u32);
     Problem { format: weight.format, m, n, k, group: layout.group, rows }
-}
-
-/// How rows of exactly N and K elements at aligned addresses can be accessed.
-fn default_rows(layout: &PackedLayout) -> Rows {
-    match layout {
-        PackedLayout { n, k, .. } if n % 4 == 0 && k % 128 == 0 => Rows::Whole,
-        PackedLayout { n, k, .. } if n % 4 == 0 && k % 8 == 0 => Rows::Vector,
-        _ => Rows::Element,
-    }
 }
 
 /// How these operands' rows can be accessed.
@@ -446,7 +446,7 @@ fn rows_of(layout: &PackedLayout, a: Matrix, c: Matrix) -> Result<Rows, Error> {
         matrix.ptr.0.is_multiple_of(bytes) && (2 * matrix.stride).is_multiple_of(bytes)
     };
     let vectors = aligned(a, 16) && aligned(c, 8);
-    Ok(if vectors { default_rows(layout) } else { Rows::Element })
+    Ok(if vectors { Rows::of(layout.n, layout.k) } else { Rows::Element })
 }
 
 fn arguments(

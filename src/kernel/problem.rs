@@ -26,6 +26,18 @@ pub struct Problem {
     pub rows: Rows,
 }
 
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Problem { m, n, k, group, rows, .. } = self;
+        let rows = match rows {
+            Rows::Whole => "rows by whole runs of 128",
+            Rows::Vector => "rows by vectors",
+            Rows::Element => "rows by elements",
+        };
+        write!(f, "m {m}, n {n}, k {k}, group {}, {rows}", group.raw())
+    }
+}
+
 /// How rows of A and C can be accessed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Rows {
@@ -35,6 +47,17 @@ pub enum Rows {
     Vector,
     /// Element by element: any address that is a multiple of 2, any K, N and stride.
     Element,
+}
+
+impl Rows {
+    /// How rows of exactly `n` and `k` elements that begin at aligned addresses can be accessed.
+    pub fn of(n: usize, k: usize) -> Self {
+        match (n % 4, k % 8, k % 128) {
+            (0, 0, 0) => Rows::Whole,
+            (0, 0, _) => Rows::Vector,
+            _ => Rows::Element,
+        }
+    }
 }
 
 /// Where the group scale is applied.

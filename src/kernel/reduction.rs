@@ -7,9 +7,8 @@
 //! Source: Marlin paper, "Striped partitioning"; PTX ISA, "Memory Consistency Model" (release and acquire
 //! patterns: the barrier before the release makes all threads' stores cumulative).
 
-use super::epilogue::Thread;
 use super::epilogue::{
-    Epilogue, Item, Items, Output, Sums, emit_add, emit_load_halves, emit_zeros,
+    Epilogue, Item, Items, Output, Sums, Thread, emit_add, emit_load_halves, emit_zeros,
 };
 use super::params::{Params, emit_div, load_u32, load_u64};
 use super::stripe::Segment;

@@ -18,6 +18,8 @@ use crate::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES};
 const MAX_ROW_TILES: u64 = 65535;
 /// Strides up to here keep offsets inside a tile of 64 rows in 32 bits.
 pub const MAX_ROW_STRIDE_BYTES: u64 = u32::MAX as u64 / 64;
+/// Rows that one product may have: far above any memory, far below what sizes and addresses overflow at.
+pub const MAX_ROWS: u64 = 1 << 40;
 /// Bytes of a packed tile with one group of scales.
 const TILE_BYTES: u32 = (CODE_BYTES_PER_TILE + SCALE_ROW_BYTES) as u32;
 /// Rows of C per CTA, by batch: see [`tile_m_for`].
@@ -142,6 +144,11 @@ fn registers_needed(config: &Config) -> u32 {
 /// Rows of C per CTA for a batch of `m` rows: the smallest step that holds it, 64 for large ones.
 pub fn tile_m_for(m: u64) -> u32 {
     TILE_MS.into_iter().find(|tile| u64::from(*tile) >= m).unwrap_or(64)
+}
+
+/// The batch rounded up to a step that choices distinguish: the row tiles up to 64, then powers of two.
+pub fn step(m: u64) -> u64 {
+    if m <= 64 { tile_m_for(m).into() } else { m.min(MAX_ROWS).next_power_of_two() }
 }
 
 /// Bytes of weights in flight on an SM that the stream is given where shared memory allows: enough to cover
@@ -462,12 +469,24 @@ fn divisible(config: &Config, problem: &Problem) -> bool {
     tiling.num_tiles * tiling.k_tiles < 1 << 30
 }
 
-/// The cheapest choice.
+/// The cheapest choice for the problem's [`step`] of the batch.
 ///
 /// # Errors
-/// [`NoKernel`] if no family has a legal configuration, with each family's reason.
+/// [`NoKernel`] if the problem is too large or no family has a legal configuration, with each reason.
 pub fn choose(problem: &Problem, device: &DeviceSpec) -> Result<Choice, NoKernel> {
-    ranked(problem, device).first().copied().ok_or_else(|| {
+    let no_kernel = |reasons: String| NoKernel {
+        problem: problem.to_string(),
+        device: format!("{} ({})", device.name, device.arch),
+        reasons,
+    };
+    let most = MAX_ROW_STRIDE_BYTES / 2;
+    if problem.m > MAX_ROWS || u64::from(problem.n.max(problem.k)) > most {
+        return Err(no_kernel(format!(
+            "at most {MAX_ROWS} rows, {most} outputs and {most} inputs"
+        )));
+    }
+    let stepped = Problem { m: step(problem.m), ..*problem };
+    ranked(&stepped, device).first().copied().ok_or_else(|| {
         let reason = |family: &&dyn KernelFamily| {
             let why = match family.runs_on(device.arch) {
                 false => format!("does not run on {}", device.arch),
@@ -475,11 +494,7 @@ pub fn choose(problem: &Problem, device: &DeviceSpec) -> Result<Choice, NoKernel
             };
             format!("{} {why}", family.name())
         };
-        NoKernel {
-            problem: format!("{problem:?}"),
-            device: format!("{} ({})", device.name, device.arch),
-            reasons: FAMILIES.iter().map(reason).collect::<Vec<_>>().join("; "),
-        }
+        no_kernel(FAMILIES.iter().map(reason).collect::<Vec<_>>().join("; "))
     })
 }
 

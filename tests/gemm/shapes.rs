@@ -171,3 +171,28 @@ fn a_small_workspace_is_refused_before_the_launch() {
         assert!(error.to_string().contains("Gemm::workspace"), "{error}");
     }
 }
+
+/// A batch that no memory holds is refused by every call that takes one, before anything is computed from it.
+#[test]
+fn an_absurd_batch_is_refused() {
+    for device in devices() {
+        let mut random = Random(64);
+        let setup = Setup::new(&device, Layer::new(64, 256, 128, Fill::Integers, &mut random));
+        for m in [(1 << 40) + 1, u64::MAX - 1, u64::MAX] {
+            let errors = [
+                setup.gemm.workspace(&setup.weight, m).err(),
+                setup.gemm.prepare(&setup.weight, m).err(),
+            ];
+            for error in errors {
+                let error = error.expect("refused");
+                assert!(matches!(error, Error::Operand { operand: "m", .. }), "{error}");
+                assert!(error.to_string().contains(&m.to_string()), "{error}");
+            }
+            let problem = Problem { m, ..setup.problem(1, Rows::Whole) };
+            let error = select::choose(&problem, device.backend.device()).expect_err("refused");
+            assert!(error.to_string().contains("at most 1099511627776 rows"), "{error}");
+        }
+        let wide = Problem { n: u32::MAX, ..setup.problem(1, Rows::Whole) };
+        assert!(select::choose(&wide, device.backend.device()).is_err());
+    }
+}

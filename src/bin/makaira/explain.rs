@@ -44,7 +44,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let choice = select::choose(&problem, &spec)?;
     // One line a configuration: its best stripe length.
     let mut others: Vec<Choice> = Vec::new();
-    let ranked = select::ranked(&problem, &spec);
+    let ranked = select::ranked(&Problem { m: select::step(problem.m), ..problem }, &spec);
     for other in &ranked {
         let known = others.iter().chain([&choice]).any(|known| known.config == other.config);
         if !known && others.len() < args.top {
@@ -156,7 +156,7 @@ fn text(
          reduction  {reduction}\n\
          scaling    {scaling}\n\
          predicted  {cost}, bound by {bound}\n",
-        problem = problem::describe(problem),
+        problem = problem,
         device = device::describe(spec),
         threads = config.num_threads(),
         per_warp = 16 * config.tiles_per_warp(),

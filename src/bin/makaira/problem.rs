@@ -31,26 +31,6 @@ impl ProblemArgs {
             anyhow::bail!("--m {m} --n {n} --k {k}: a kernel is made for at least 1 of each");
         }
         let group = Group::new(k as usize, self.group)?;
-        Ok(Problem { format: "u4b8", m, n, k, group, rows: dense_rows(n, k) })
+        Ok(Problem { format: "u4b8", m, n, k, group, rows: Rows::of(n as usize, k as usize) })
     }
-}
-
-/// How rows of exactly `n` and `k` elements at aligned addresses can be accessed.
-pub fn dense_rows(n: u32, k: u32) -> Rows {
-    match (n % 4, k % 8, k % 128) {
-        (0, 0, 0) => Rows::Whole,
-        (0, 0, _) => Rows::Vector,
-        _ => Rows::Element,
-    }
-}
-
-/// A problem in one line.
-pub fn describe(problem: &Problem) -> String {
-    let Problem { m, n, k, group, rows, .. } = problem;
-    let rows = match rows {
-        Rows::Whole => "rows by whole runs of 128",
-        Rows::Vector => "rows by vectors",
-        Rows::Element => "rows by elements",
-    };
-    format!("m {m}, n {n}, k {k}, group {}, {rows}", group.raw())
 }

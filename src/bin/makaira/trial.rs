@@ -11,13 +11,12 @@ use half::f16;
 use makaira::backend::{DevicePtr, Stream};
 use makaira::emu::LaunchReport;
 use makaira::gemm::{Gemm, Matrix, Prepared, Weight};
-use makaira::kernel::{Problem, select};
+use makaira::kernel::{Problem, Rows, select};
 use makaira::reference::{self, Errors, Reference, Tolerance};
 use makaira::weights::{PackedWeights, QuantMatrix, default_threads};
 use serde_json::{Value, json};
 
 use crate::device::Device;
-use crate::problem::dense_rows;
 
 /// A NaN that no kernel writes.
 const POISON: u16 = 0x7d5a;
@@ -100,10 +99,16 @@ impl<'d> Trial<'d> {
     ) -> anyhow::Result<Outcome> {
         let (n, k) = (self.weight.layout().n, self.weight.layout().k);
         let m = x.len() / k;
-        let rows = dense_rows(n as u32, k as u32);
+        let rows = Rows::of(n, k);
         let group = self.weight.layout().group;
-        let problem =
-            Problem { format: "u4b8", m: m as u64, n: n as u32, k: k as u32, group, rows };
+        let problem = Problem {
+            format: self.weight.format(),
+            m: m as u64,
+            n: n as u32,
+            k: k as u32,
+            group,
+            rows,
+        };
         // Without rows nothing is launched; there is a kernel all the same.
         let chosen_for = Problem { m: problem.m.max(1), ..problem };
         let choice = select::choose(&chosen_for, self.device.backend.device())?;

@@ -67,11 +67,7 @@ impl Shape {
 
     /// How rows of exactly `n` and `k` elements can be accessed.
     pub fn rows(&self) -> Rows {
-        match (self.n % 4, self.k % 8, self.k % 128) {
-            (0, 0, 0) => Rows::Whole,
-            (0, 0, _) => Rows::Vector,
-            _ => Rows::Element,
-        }
+        Rows::of(self.n, self.k)
     }
 
     /// The product of `m` rows with this layer.
