@@ -65,6 +65,28 @@ pub enum Arg {
     U64(u64),
 }
 
+/// One launch: how many CTAs, on what, where in the order of things.
+#[derive(Clone, Copy, Debug)]
+pub struct Launch<'a> {
+    /// CTAs in x and y.
+    pub grid: [u32; 2],
+    /// The entry's parameters, in order.
+    pub args: &'a [Arg],
+    /// The stream that the launch is ordered in.
+    pub stream: Stream,
+    /// Early launch: the kernel may start while the kernel before it on the stream still runs, and waits
+    /// for that one itself (`griddepcontrol.wait`). It is a permission: a device, a driver or a kernel
+    /// without it runs in plain order, and so does the emulator.
+    pub overlap_previous: bool,
+}
+
+impl<'a> Launch<'a> {
+    /// A launch in plain order: it starts when everything before it on the stream has ended.
+    pub const fn new(grid: [u32; 2], args: &'a [Arg], stream: Stream) -> Self {
+        Self { grid, args, stream, overlap_previous: false }
+    }
+}
+
 impl From<DevicePtr> for Arg {
     fn from(ptr: DevicePtr) -> Self {
         Arg::U64(ptr.0)
@@ -162,18 +184,12 @@ pub trait Backend: Send + Sync {
         self.load(module)
     }
 
-    /// Enqueues a grid of `grid` CTAs (x, y). Does not allocate and does not wait on a GPU; the emulator
-    /// has finished when it returns.
+    /// Enqueues a kernel. Does not allocate and does not wait on a GPU; the emulator has finished when it
+    /// returns.
     ///
     /// # Errors
     /// If the arguments do not match the entry's parameters or the launch is refused.
-    fn launch(
-        &self,
-        kernel: &dyn Kernel,
-        grid: [u32; 2],
-        args: &[Arg],
-        stream: Stream,
-    ) -> Result<(), Error>;
+    fn launch(&self, kernel: &dyn Kernel, launch: &Launch<'_>) -> Result<(), Error>;
 
     /// Waits for a stream's work.
     ///

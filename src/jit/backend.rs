@@ -13,8 +13,10 @@ use std::sync::{Arc, Mutex};
 use super::{LoadedFunction, Loader, loader};
 use crate::asm::reg::Param;
 use crate::asm::{Diagnostics, Module, PrintOptions};
-use crate::backend::{Arg, ArgumentsError, Backend, DevicePtr, Error, Kernel, Stream};
-use crate::driver::{self, Args, Context, DeviceBuffer, JitOptions, LaunchShape, StreamRef};
+use crate::backend::{Arg, ArgumentsError, Backend, DevicePtr, Error, Kernel, Launch, Stream};
+use crate::driver::{
+    self, Args, Context, DeviceBuffer, JitOptions, LaunchAttrs, LaunchShape, StreamRef,
+};
 use crate::target::DeviceSpec;
 
 impl From<driver::DevicePtr> for DevicePtr {
@@ -54,12 +56,19 @@ pub struct GpuKernel {
     params: Vec<Param>,
     threads: u32,
     smem_bytes: u32,
+    /// It waits by itself for the kernel before it.
+    waits_for_previous: bool,
 }
 
 impl GpuKernel {
     /// The driver's function and how it was come by.
     pub fn loaded(&self) -> &LoadedFunction {
         &self.loaded
+    }
+
+    /// Whether it waits by itself for the kernel before it, so that it may start early.
+    pub fn waits_for_previous(&self) -> bool {
+        self.waits_for_previous
     }
 }
 
@@ -87,6 +96,8 @@ pub struct GpuBackend {
     device: DeviceSpec,
     loader: Loader,
     line_info: bool,
+    /// Device and driver know early launch.
+    overlaps: bool,
     allocations: Mutex<HashMap<u64, DeviceBuffer<u8>>>,
 }
 
@@ -113,7 +124,10 @@ impl GpuBackend {
             l2_bytes: info.l2_bytes,
             smem_per_cta_bytes: info.smem_per_cta_bytes,
         };
-        Self { context, device, loader, line_info: false, allocations: Mutex::default() }
+        let overlaps =
+            device.arch.sm >= 90 && !context.driver().missing().contains(&"cuLaunchKernelEx");
+        let allocations = Mutex::default();
+        Self { context, device, loader, line_info: false, overlaps, allocations }
     }
 
     /// Compiles modules with the Rust lines that emitted them, for a profiler's source page.
@@ -151,8 +165,13 @@ impl GpuBackend {
             .function
             .allow_dynamic_smem(smem_bytes)
             .map_err(|source| Error::new(format!("giving {name} its shared memory"), source))?;
-        let (params, threads) = (module.entry.params.clone(), module.entry.threads);
-        Ok(Arc::new(GpuKernel { loaded, params, threads, smem_bytes }))
+        Ok(Arc::new(GpuKernel {
+            loaded,
+            params: module.entry.params.clone(),
+            threads: module.entry.threads,
+            smem_bytes,
+            waits_for_previous: ptx.contains("griddepcontrol.wait"),
+        }))
     }
 }
 
@@ -203,37 +222,35 @@ impl Backend for GpuBackend {
         })
     }
 
-    fn launch(
-        &self,
-        kernel: &dyn Kernel,
-        grid: [u32; 2],
-        args: &[Arg],
-        stream: Stream,
-    ) -> Result<(), Error> {
+    fn launch(&self, kernel: &dyn Kernel, launch: &Launch<'_>) -> Result<(), Error> {
         let Some(kernel) = kernel.as_any().downcast_ref::<GpuKernel>() else {
             let foreign = GpuError::ForeignKernel(kernel.name().to_owned());
             return Err(Error::new("launching", foreign));
         };
-        ArgumentsError::check(kernel.name(), &kernel.params, args).map_err(|source| {
+        ArgumentsError::check(kernel.name(), &kernel.params, launch.args).map_err(|source| {
             Error::new(format!("launching {}", kernel.name()), GpuError::from(source))
         })?;
         let mut packed = Args::new();
-        for arg in args {
+        for arg in launch.args {
             match *arg {
                 Arg::U32(value) => packed.push(value),
                 Arg::U64(value) => packed.push(value),
             }
         }
         let shape = LaunchShape {
-            grid: [grid[0], grid[1], 1],
+            grid: [launch.grid[0], launch.grid[1], 1],
             threads: [kernel.threads, 1, 1],
             dynamic_smem_bytes: kernel.smem_bytes,
         };
-        let stream = StreamRef::promised(stream.0);
+        // A kernel that does not wait would read what its predecessor has not written yet.
+        let overlap_previous =
+            launch.overlap_previous && self.overlaps && kernel.waits_for_previous;
+        let attrs = LaunchAttrs { overlap_previous, ..LaunchAttrs::default() };
+        let stream = StreamRef::promised(launch.stream.0);
         kernel
             .loaded
             .function
-            .launch(stream, &shape, &packed)
+            .launch_with(stream, &shape, &attrs, &packed)
             .map_err(|source| Error::new(format!("launching {}", kernel.name()), source))
     }
 
