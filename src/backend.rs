@@ -4,12 +4,16 @@
 //! it runs on a card or on the CPU. Launches are ordered within a stream; nothing here synchronises unless
 //! its documentation says so.
 
+mod tensor_map;
+
 use std::fmt;
 use std::sync::Arc;
 
 use crate::asm::Module;
 use crate::asm::reg::Param;
 use crate::target::DeviceSpec;
+
+pub use tensor_map::{Swizzle, TensorMap, TensorMapError};
 
 /// Something went wrong in a backend. The cause is the room's own error (a driver error, an emulator fault).
 #[derive(Debug, thiserror::Error)]
@@ -63,6 +67,28 @@ pub enum Arg {
     U32(u32),
     /// A 64-bit value or address.
     U64(u64),
+    /// A matrix for tile copies.
+    TensorMap(TensorMap),
+}
+
+impl Arg {
+    /// Its size as a parameter of the entry, in bytes.
+    pub const fn bytes(&self) -> u32 {
+        match self {
+            Arg::U32(_) => 4,
+            Arg::U64(_) => 8,
+            Arg::TensorMap(_) => TensorMap::PARAM_BYTES,
+        }
+    }
+}
+
+/// How messages call a parameter or argument of a size.
+const fn kind(bytes: u32) -> &'static str {
+    match bytes {
+        4 => "u32",
+        8 => "u64",
+        _ => "tensor map",
+    }
 }
 
 /// One launch: how many CTAs, on what, where in the order of things.
@@ -108,17 +134,12 @@ pub struct ArgumentsError {
 impl ArgumentsError {
     /// Compares number and sizes.
     pub(crate) fn check(kernel: &str, params: &[Param], args: &[Arg]) -> Result<(), Self> {
-        let fits = |(param, arg): (&Param, &Arg)| {
-            matches!((param.bytes, arg), (4, Arg::U32(_)) | (8, Arg::U64(_)))
-        };
+        let fits = |(param, arg): (&Param, &Arg)| param.bytes == arg.bytes();
         if params.len() == args.len() && params.iter().zip(args).all(fits) {
             return Ok(());
         }
-        let expected = params.iter().map(|param| format!("{}: u{}", param.name, 8 * param.bytes));
-        let given = args.iter().map(|arg| match arg {
-            Arg::U32(_) => "u32",
-            Arg::U64(_) => "u64",
-        });
+        let expected = params.iter().map(|param| format!("{}: {}", param.name, kind(param.bytes)));
+        let given = args.iter().map(|arg| kind(arg.bytes()));
         Err(Self {
             kernel: kernel.to_owned(),
             expected: format!("({})", expected.collect::<Vec<_>>().join(", ")),

@@ -114,6 +114,7 @@ impl EmuKernel {
             let given = args.iter().map(|arg| match arg {
                 Arg::U32(_) => "u32",
                 Arg::U64(_) => "u64",
+                Arg::TensorMap(_) => "tensor map",
             });
             return Err(EmuError::Arguments {
                 module: module(),

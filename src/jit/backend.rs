@@ -13,7 +13,10 @@ use std::sync::{Arc, Mutex};
 use super::{LoadedFunction, Loader, loader};
 use crate::asm::reg::Param;
 use crate::asm::{Diagnostics, Module, PrintOptions};
-use crate::backend::{Arg, ArgumentsError, Backend, DevicePtr, Error, Kernel, Launch, Stream};
+use crate::backend::{
+    Arg, ArgumentsError, Backend, DevicePtr, Error, Kernel, Launch, Stream, Swizzle, TensorMap,
+    TensorMapError,
+};
 use crate::driver::{
     self, Args, Context, DeviceBuffer, JitOptions, LaunchAttrs, LaunchShape, StreamRef,
 };
@@ -41,6 +44,9 @@ pub enum GpuError {
     /// The arguments are not those of the entry.
     #[error(transparent)]
     Arguments(#[from] ArgumentsError),
+    /// A tensor map that the hardware cannot have.
+    #[error(transparent)]
+    TensorMap(#[from] TensorMapError),
     /// The kernel was loaded by another backend.
     #[error("kernel {0} was not loaded by a GPU; load its module here")]
     ForeignKernel(String),
@@ -145,6 +151,20 @@ impl GpuBackend {
         &self.loader
     }
 
+    /// Has the driver encode a tensor map, if it keeps the rules.
+    fn encode(&self, map: &TensorMap) -> Result<driver::TensorMap, Error> {
+        let what = "encoding a tensor map";
+        map.check().map_err(|source| Error::new(what, GpuError::from(source)))?;
+        let matrix = driver::TiledMatrix {
+            base: driver::DevicePtr::promised(map.base.addr()),
+            elements: map.elements,
+            row_bytes: map.row_bytes,
+            tile: map.tile,
+            swizzle_128b: map.swizzle == Swizzle::B128,
+        };
+        driver::TensorMap::encode(&self.context, &matrix).map_err(|source| Error::new(what, source))
+    }
+
     /// Verifies a module, has `get` load its text, sets its limits.
     fn load_with(
         &self,
@@ -232,9 +252,10 @@ impl Backend for GpuBackend {
         })?;
         let mut packed = Args::new();
         for arg in launch.args {
-            match *arg {
-                Arg::U32(value) => packed.push(value),
-                Arg::U64(value) => packed.push(value),
+            match arg {
+                Arg::U32(value) => packed.push(*value),
+                Arg::U64(value) => packed.push(*value),
+                Arg::TensorMap(map) => packed.push(self.encode(map)?),
             }
         }
         let shape = LaunchShape {
