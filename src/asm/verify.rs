@@ -138,8 +138,9 @@ impl Checker<'_> {
         if entry.min_ctas == 0 {
             self.report(Rule::Launch, None, "0 CTAs per SM asked for: ask for at least 1");
         }
-        for param in entry.params.iter().filter(|param| !matches!(param.bytes, 4 | 8)) {
-            let what = format!("parameter {} of {} bytes: use 4 or 8", param.name, param.bytes);
+        for param in entry.params.iter().filter(|param| !matches!(param.bytes, 4 | 8 | 128)) {
+            let what =
+                format!("parameter {} of {} bytes: use 4, 8 or 128", param.name, param.bytes);
             self.report(Rule::Param, None, what);
         }
     }
@@ -305,7 +306,7 @@ impl Checker<'_> {
             if entry.params.get(param.index as usize) != Some(&param) {
                 let what = format!("parameter {} is none of this entry", param.name);
                 self.report(Rule::Param, n, what);
-            } else if param.bytes != width {
+            } else if param.bytes != width && param.bytes != 128 {
                 let what = format!(
                     "parameter {} of {} bytes is read as {width}: use the load of its own width",
                     param.name, param.bytes

@@ -21,7 +21,7 @@ mod output;
 mod producer;
 
 use super::params::{Arguments, Params, load_u32, load_u64, magic};
-use super::problem::Config;
+use super::problem::{Config, Reduction, Rows, Scaling};
 use super::stripe::{Segment, emit_stripe};
 use crate::asm::reg::{Param, Reg, Region};
 use crate::asm::types::{B32, B64, Cmp, Pred, Special};
@@ -130,9 +130,22 @@ pub fn smem_bytes(config: &Config) -> u32 {
     a.smem.bytes()
 }
 
-/// Threads of a CTA: the consumers and the producer warp.
+/// Threads of a CTA: the consumers and the producer's warpgroup.
 pub fn num_threads(config: &Config) -> u32 {
-    config.num_threads() + 32
+    config.num_threads() + 128
+}
+
+/// Registers a thread of the producer keeps.
+const PRODUCER_REGISTERS: u32 = 40;
+
+/// Registers a thread: at entry, and of the consumers once the producer has given its own back. A scheduler
+/// has 512 warp registers for its warps; the pool that `setmaxnreg` moves is what the CTA had at entry.
+/// Source: PTX ISA, "setmaxnreg"; the pool's size is measured.
+fn registers(config: &Config) -> (u32, u32) {
+    let consumers = config.num_warps() / 4;
+    let entry = (512 / ((consumers + 1) * config.ctas_per_sm)).min(255) / 8 * 8;
+    let most = (entry * (consumers + 1) - PRODUCER_REGISTERS) / consumers / 8 * 8;
+    (entry, most.min(248))
 }
 
 /// The entry parameters beside [`Params`].
@@ -187,6 +200,8 @@ struct Wg<'a> {
     warp: Reg<B32>,
     /// True in one lane of each warp.
     elected: Reg<Pred>,
+    /// True in the thread that issues the copies.
+    issues: Reg<Pred>,
 }
 
 /// Where a segment's tile lies.
@@ -233,7 +248,7 @@ pub fn build(config: &Config, _target: SmArch) -> Module {
     let params = Params::declare(&mut a);
     let extra = Extra::declare(&mut a);
     let plan = Plan::new(&mut a, config);
-    let (wg, is_producer) = a.section("who is who", |a| {
+    let (wg, is_producer, leads) = a.section("who is who", |a| {
         let [smem, tid, lane, own, warp] = a.regs();
         a.mov_u32_smem(smem);
         a.mov_u32_special(tid, Special::TidX);
@@ -243,28 +258,34 @@ pub fn build(config: &Config, _target: SmArch) -> Module {
         a.shfl_sync_idx_b32(warp, own, 0);
         let elected = a.reg();
         a.elect_sync(elected);
-        let is_producer = a.test_u32(Cmp::Eq, warp, config.num_warps());
+        let is_producer = a.test_u32(Cmp::Ge, warp, config.num_warps());
+        let leads = a.test_u32(Cmp::Eq, warp, config.num_warps());
+        let issues = a.reg();
+        a.and_pred(issues, leads, elected);
         let geometry = Geometry::new(config);
-        let wg = Wg { config, geometry, plan, params, extra, smem, tid, lane, warp, elected };
-        (wg, is_producer)
+        let wg =
+            Wg { config, geometry, plan, params, extra, smem, tid, lane, warp, elected, issues };
+        (wg, is_producer, leads)
     });
-    let [ready, consume, end] = ["ready", "consume", "end"].map(|name| a.label(name));
+    let [consume, end] = ["consume", "end"].map(|name| a.label(name));
     let (stripe, segment) = a.section("stripe", |a| emit_stripe(a, &params));
-    let fills = a.reg();
-    a.and_pred(fills, is_producer, wg.elected);
-    a.unless(fills, |a| a.bra(ready));
-    let cursor = wg.emit_start(&mut a, &segment);
-    a.bind(ready);
-    a.section("barriers are ready", |a| {
-        a.bar_warp_sync(0xffff_ffffu32);
-        a.bar_sync(0);
-    });
+    let (_, consumer_registers) = registers(config);
     a.unless(is_producer, |a| a.bra(consume));
-    a.unless(wg.elected, |a| a.bra(end));
+    let cursor = wg.emit_start(&mut a, &segment);
+    a.section("barriers are ready", |a| {
+        a.bar_sync(0);
+        a.setmaxnreg_dec_sync_aligned_u32(PRODUCER_REGISTERS);
+        // The other three warps are there because registers belong to warpgroups.
+        a.unless(leads, |a| a.bra(end));
+    });
     wg.emit_produce(&mut a, &stripe, &segment, &cursor);
     a.bind(end);
     a.exit();
     a.bind(consume);
+    a.section("barriers are ready", |a| {
+        a.bar_sync(0);
+        a.setmaxnreg_inc_sync_aligned_u32(consumer_registers);
+    });
     wg.emit_consume(&mut a, &stripe, &segment);
     a.exit();
     let target = SmArch::specific(90);
@@ -298,6 +319,54 @@ impl super::KernelFamily for Sm90WgFamily {
 
     fn smem_bytes(&self, config: &Config) -> u32 {
         smem_bytes(config)
+    }
+
+    fn check(&self, config: &Config) -> Result<(), String> {
+        if !config.tile_m.is_multiple_of(8) || !(8..=256).contains(&config.tile_m) {
+            return Err(format!(
+                "tile_m is {}, a multiple of 8 up to 256 is wanted",
+                config.tile_m
+            ));
+        }
+        if !config.warps_n.is_multiple_of(4) || ![1, 2].contains(&config.tiles_per_warp()) {
+            return Err(format!(
+                "tile_n {} over {} warps: warpgroups own 64 or 128 channels",
+                config.tile_n, config.warps_n
+            ));
+        }
+        if ![1, 2, 4].contains(&config.warps_k) || config.num_warps() > 16 {
+            return Err(format!(
+                "{} x {} warps: at most 16, in 1, 2 or 4 teams",
+                config.warps_n, config.warps_k
+            ));
+        }
+        if config.rows == Rows::Element || config.reduction != Reduction::F32 {
+            return Err("rows by elements and in-place reduction are left to family sm80".into());
+        }
+        if config.scaling == Scaling::Promote
+            && !matches!(config.group, Group::PerColumn | Group::Size(128))
+        {
+            return Err(
+                "sums are promoted once in 128 inputs: smaller groups scale fragments".into()
+            );
+        }
+        Ok(())
+    }
+
+    fn registers_needed(&self, _config: &Config) -> u32 {
+        32
+    }
+
+    fn num_threads(&self, config: &Config) -> u32 {
+        num_threads(config)
+    }
+
+    fn extra_arguments(&self, config: &Config, arguments: &Arguments) -> Vec<Arg> {
+        extra_arguments(config, arguments)
+    }
+
+    fn stripes_cover_rows(&self) -> bool {
+        true
     }
 
     fn build(&self, config: &Config, target: SmArch) -> Module {

@@ -18,7 +18,7 @@ use crate::weights::Group;
 
 /// Rows of C in the staging buffer at a time.
 fn staging_rows(config: &Config) -> u32 {
-    config.tile_m.next_multiple_of(16).min(32)
+    config.tile_m.next_multiple_of(16).min(if config.tile_m > 128 { 16 } else { 32 })
 }
 
 /// Bytes of a staging row: the channels of a warpgroup, and 16 bytes so that 8 rows lie in 32 banks.

@@ -1,4 +1,4 @@
-//! The producer: one thread that requests every stage of the CTA's stripe.
+//! The producer: one warp that requests every stage of the CTA's stripe; one of its lanes issues.
 //!
 //! Weights of a stage are one bulk copy a column of 64 channels: its chunks lie one after the other along K.
 //! Activations are one tensor copy per 64 inputs; rows and inputs that do not exist arrive as zeros and count
@@ -37,13 +37,15 @@ impl Wg<'_> {
     pub(super) fn emit_start(&self, a: &mut Asm, segment: &Segment) -> Cursor {
         let stages = self.config.stages;
         a.section("barriers", |a| {
-            for stage in 0..stages {
-                a.mbarrier_init_shared_b64(self.smem.at(self.plan.full.start + 8 * stage), 1);
-                let arrivals = self.config.num_warps();
-                let empty = self.smem.at(self.plan.empty.start + 8 * stage);
-                a.mbarrier_init_shared_b64(empty, arrivals);
-            }
-            a.fence_mbarrier_init_release_cluster();
+            a.when(self.issues, |a| {
+                for stage in 0..stages {
+                    a.mbarrier_init_shared_b64(self.smem.at(self.plan.full.start + 8 * stage), 1);
+                    let arrivals = self.config.num_warps();
+                    let empty = self.smem.at(self.plan.empty.start + 8 * stage);
+                    a.mbarrier_init_shared_b64(empty, arrivals);
+                }
+                a.fence_mbarrier_init_release_cluster();
+            });
         });
         a.section("weights of the first stages", |a| {
             let column_stride = a.reg();
@@ -107,7 +109,9 @@ impl Wg<'_> {
         full: Reg<B32>,
     ) {
         let geometry = self.geometry;
-        a.mbarrier_arrive_expect_tx_shared_cta_b64(full, geometry.transaction_bytes());
+        a.when(self.issues, |a| {
+            a.mbarrier_arrive_expect_tx_shared_cta_b64(full, geometry.transaction_bytes());
+        });
         for column in 0..geometry.columns {
             let to = stage.at(geometry.rows_bytes + column * geometry.column_bytes);
             let from = match column {
@@ -122,7 +126,9 @@ impl Wg<'_> {
                 }
             };
             let bytes = geometry.column_bytes;
-            a.cp_async_bulk_shared_global_hint(to, from, bytes, full, EVICT_FIRST);
+            a.when(self.issues, |a| {
+                a.cp_async_bulk_shared_global_hint(to, from, bytes, full, EVICT_FIRST);
+            });
         }
     }
 
@@ -141,7 +147,9 @@ impl Wg<'_> {
             let to = stage.at(n * geometry.box_bytes);
             let at = a.reg();
             a.add_u32(at, x, n * super::BOX_K);
-            a.cp_async_bulk_tensor_2d_shared_global(to, map, at, y, full);
+            a.when(self.issues, |a| {
+                a.cp_async_bulk_tensor_2d_shared_global(to, map, at, y, full);
+            });
         }
     }
 
@@ -175,17 +183,27 @@ impl Wg<'_> {
         });
         let [round, new_segment, done] =
             ["round", "new_segment", "requested"].map(|name| a.label(name));
-        // The ring's position: bytes of the stage are `stage - smem`, its barriers `full` and `empty`.
-        let [last_full, first_full] = a.regs();
+        let last_full = a.reg();
+        let [index, phases, bit] = a.regs();
         a.section("ring", |a| {
-            a.add_u32(first_full, self.smem, self.plan.full.start);
-            a.add_u32(last_full, first_full, 8 * stages);
-            a.mov_b32(parity, 1);
-            self.emit_wrap(a, stage, full, parity, last_full, first_full);
+            a.add_u32(last_full, self.smem, self.plan.full.start + 8 * stages);
+            // Bit per stage: parity of the phase that frees it; stages are free to begin with.
+            a.mov_b32(phases, u32::MAX);
+            a.mov_b32(bit, 1);
+            a.shl_b32(bit, bit, cursor.filled);
+            a.sub_u32(bit, bit, 1);
+            a.xor_b32(phases, phases, bit);
+            a.mov_b32(index, cursor.filled);
+            self.emit_wrap(a, stage, full, index, last_full);
             a.bind(round);
             let finished = a.test_u32(Cmp::Eq, cursor.rounds, 0);
             a.when(finished, |a| a.bra(new_segment));
             a.add_u32(empty, full, self.plan.empty.start - self.plan.full.start);
+            a.shr_u32(parity, phases, index);
+            a.and_b32(parity, parity, 1);
+            a.mov_b32(bit, 1);
+            a.shl_b32(bit, bit, index);
+            a.xor_b32(phases, phases, bit);
             self.emit_wait(a, empty.into(), parity);
             self.emit_weights(a, cursor, cursor.weights, stage, full);
             self.emit_rows(a, map, cursor.x, cursor.y, stage, full);
@@ -194,34 +212,38 @@ impl Wg<'_> {
             a.sub_u32(cursor.rounds, cursor.rounds, 1);
             a.add_u32(stage, stage, geometry.stage_bytes);
             a.add_u32(full, full, 8);
-            self.emit_wrap(a, stage, full, parity, last_full, first_full);
+            a.add_u32(index, index, 1);
+            self.emit_wrap(a, stage, full, index, last_full);
             a.bra(round);
             a.bind(new_segment);
             let next = stripe.emit_next(a, segment);
             let more = segment.emit_become(a, &next);
             a.unless(more, |a| a.bra(done));
             self.emit_point(a, segment, cursor);
+            // Every segment begins at the first stage.
+            self.emit_first_stage(a, stage, full, index);
             a.bra(round);
             a.bind(done);
             a.griddepcontrol_launch_dependents();
         });
     }
 
-    /// After the last stage comes the first, in the next phase.
+    fn emit_first_stage(&self, a: &mut Asm, stage: Reg<B32>, full: Reg<B32>, index: Reg<B32>) {
+        a.mov_b32(stage, self.smem);
+        a.add_u32(full, self.smem, self.plan.full.start);
+        a.mov_b32(index, 0);
+    }
+
+    /// After the last stage comes the first.
     fn emit_wrap(
         &self,
         a: &mut Asm,
         stage: Reg<B32>,
         full: Reg<B32>,
-        parity: Reg<B32>,
+        index: Reg<B32>,
         last_full: Reg<B32>,
-        first_full: Reg<B32>,
     ) {
         let wraps = a.test_u32(Cmp::Eq, full, last_full);
-        a.when(wraps, |a| {
-            a.mov_b32(full, first_full);
-            a.mov_b32(stage, self.smem);
-            a.xor_b32(parity, parity, 1);
-        });
+        a.when(wraps, |a| self.emit_first_stage(a, stage, full, index));
     }
 }
