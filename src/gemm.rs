@@ -15,7 +15,7 @@ use std::sync::{Arc, RwLock};
 use crate::backend::{self, Backend, DevicePtr, Kernel, Stream};
 use crate::kernel::select::{self, Choice, MAX_ROW_STRIDE_BYTES, MAX_ROWS, step};
 use crate::kernel::{Arguments, Config, Plan, Problem, Rows};
-use crate::weights::{PackedLayout, PackedWeights};
+use crate::weights::{PackedLayout, PackedWeights, WeightFormat};
 
 /// What can go wrong with a product.
 #[derive(Debug, thiserror::Error)]
@@ -189,21 +189,33 @@ impl Gemm {
     /// # Errors
     /// If the device has too little memory, or a row of A or C would be longer than kernels address.
     pub fn upload(&self, packed: &PackedWeights) -> Result<Weight, Error> {
-        let (n, k) = (packed.layout().n, packed.layout().k);
+        let weight = self.reserve(packed.layout(), packed.format())?;
+        self.backend.upload(weight.ptr, packed.bytes())?;
+        Ok(weight)
+    }
+
+    /// Room on the device for a packed weight, whose bytes the caller writes there at [`Weight::ptr`] before
+    /// the first product.
+    ///
+    /// # Errors
+    /// Those of [`Gemm::upload`].
+    pub fn reserve(
+        &self,
+        layout: &PackedLayout,
+        format: &'static dyn WeightFormat,
+    ) -> Result<Weight, Error> {
+        let (n, k) = (layout.n, layout.k);
         if 2 * n.max(k) as u64 > MAX_ROW_STRIDE_BYTES {
             let most = MAX_ROW_STRIDE_BYTES / 2;
             let rule = format!("{n} outputs x {k} inputs; at most {most} of each, split the layer");
             return Err(Error::Operand { operand: "weight", rule });
         }
-        let ptr = self.backend.alloc(packed.bytes().len() as u64)?;
-        let weight = Weight {
+        Ok(Weight {
             backend: self.backend.clone(),
-            layout: *packed.layout(),
-            ptr,
-            format: packed.format().name(),
-        };
-        self.backend.upload(ptr, packed.bytes())?;
-        Ok(weight)
+            layout: *layout,
+            ptr: self.backend.alloc(layout.total_bytes as u64)?,
+            format: format.name(),
+        })
     }
 
     /// A workspace for products of up to `max_m` rows with a weight.
