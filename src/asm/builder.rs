@@ -9,7 +9,7 @@ use std::panic::Location;
 
 use super::isa::Inst;
 use super::module::{Entry, Module, SmemPlan};
-use super::reg::{Label, Param, Reg};
+use super::reg::{Label, Param, Reg, RegRange};
 use super::types::{Class, Cmp, Pred, RegClass};
 use crate::target::SmArch;
 
@@ -87,6 +87,8 @@ pub struct Asm {
     pub(super) mistakes: Vec<String>,
     /// The CTA's shared memory.
     pub smem: SmemPlan,
+    /// CTAs of a cluster, 1 if the grid has none.
+    pub cluster: u32,
 }
 
 impl Default for Asm {
@@ -108,6 +110,7 @@ impl Asm {
             guard: None,
             mistakes: Vec::new(),
             smem: SmemPlan::default(),
+            cluster: 1,
         }
     }
 
@@ -123,6 +126,13 @@ impl Asm {
         std::array::from_fn(|_| self.reg())
     }
 
+    /// `len` fresh registers in a row.
+    pub fn reg_range<C: RegClass>(&mut self, len: u32) -> RegRange<C> {
+        let counter = &mut self.num_regs[C::CLASS as usize];
+        *counter += len;
+        RegRange::new(*counter - len, len)
+    }
+
     /// Declares the next entry parameter of 4 bytes (`.u32`).
     pub fn param_u32(&mut self, name: &'static str) -> Param {
         self.param(name, 4)
@@ -131,6 +141,11 @@ impl Asm {
     /// Declares the next entry parameter of 8 bytes (`.u64`).
     pub fn param_u64(&mut self, name: &'static str) -> Param {
         self.param(name, 8)
+    }
+
+    /// Declares the next entry parameter as a tensor map (`.b8[128]`), of which the kernel takes the address.
+    pub fn param_tensor_map(&mut self, name: &'static str) -> Param {
+        self.param(name, 128)
     }
 
     fn param(&mut self, name: &'static str, bytes: u32) -> Param {
@@ -255,6 +270,7 @@ impl Asm {
                 params: self.params,
                 threads,
                 min_ctas,
+                cluster: self.cluster,
                 smem: self.smem,
                 num_regs: self.num_regs,
                 sections: self.sections,

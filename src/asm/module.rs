@@ -10,6 +10,7 @@ use crate::target::{PtxIsa, SmArch};
 pub struct SmemPlan {
     regions: Vec<(String, Region)>,
     bytes: u32,
+    align: u32,
 }
 
 impl SmemPlan {
@@ -17,6 +18,7 @@ impl SmemPlan {
     pub fn region(&mut self, name: &str, bytes: u32, align: u32) -> Region {
         let start = self.bytes.next_multiple_of(align);
         self.bytes = start + bytes;
+        self.align = self.align.max(align);
         let region = Region { start, bytes };
         self.regions.push((name.to_owned(), region));
         region
@@ -43,6 +45,11 @@ impl SmemPlan {
         self.bytes
     }
 
+    /// Alignment of its first byte: 128, or more if a region asks for more.
+    pub fn align(&self) -> u32 {
+        self.align.max(128)
+    }
+
     /// The regions with their names, in order of declaration.
     pub fn regions(&self) -> &[(String, Region)] {
         &self.regions
@@ -60,6 +67,8 @@ pub struct Entry {
     pub threads: u32,
     /// CTAs that should fit on an SM.
     pub min_ctas: u32,
+    /// CTAs of a cluster, 1 if the grid has none; the grid's x is a multiple of it.
+    pub cluster: u32,
     /// The CTA's shared memory.
     pub smem: SmemPlan,
     /// How many registers of each class it declares, indexed by [`Class`].

@@ -72,14 +72,21 @@ impl Module {
         writeln!(out, ".address_size 64\n")?;
         let files = if options.line_info { self.files() } else { Vec::new() };
         if entry.smem.bytes() > 0 {
-            writeln!(out, ".extern .shared .align 128 .b8 smem[];\n")?;
+            writeln!(out, ".extern .shared .align {} .b8 smem[];\n", entry.smem.align())?;
         }
         writeln!(out, ".visible .entry {}(", entry.name)?;
         for (n, param) in entry.params.iter().enumerate() {
             let comma = if n + 1 < entry.params.len() { "," } else { "" };
-            writeln!(out, "  .param .u{} {}{comma}", 8 * param.bytes, param.name)?;
+            match param.bytes {
+                4 | 8 => writeln!(out, "  .param .u{} {}{comma}", 8 * param.bytes, param.name)?,
+                bytes => writeln!(out, "  .param .align 64 .b8 {}[{bytes}]{comma}", param.name)?,
+            }
         }
-        writeln!(out, ")\n.reqntid {}, 1, 1\n.minnctapersm {}\n{{", entry.threads, entry.min_ctas)?;
+        writeln!(out, ")\n.reqntid {}, 1, 1\n.minnctapersm {}", entry.threads, entry.min_ctas)?;
+        if entry.cluster > 1 {
+            writeln!(out, ".explicitcluster\n.reqnctapercluster {}, 1, 1", entry.cluster)?;
+        }
+        writeln!(out, "{{")?;
         for (class, count) in Class::ALL.into_iter().zip(entry.num_regs) {
             if count > 0 {
                 writeln!(out, "  .reg .{} %{}<{count}>;", class.ptx_type(), class.prefix())?;

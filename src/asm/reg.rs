@@ -11,7 +11,7 @@ use std::marker::PhantomData;
 use std::ops::Add;
 
 use super::builder::Asm;
-use super::types::{B32, B64, Class, Cmp, F32, RegClass, Special};
+use super::types::{B32, B64, Class, Cmp, F32, Pred, RegClass, Special};
 
 /// A virtual register of class `C`.
 #[derive(Debug, PartialEq, Eq)]
@@ -163,6 +163,11 @@ impl From<u64> for In<B64> {
         In::Imm(value)
     }
 }
+impl From<bool> for In<Pred> {
+    fn from(value: bool) -> Self {
+        In::Imm(value.into())
+    }
+}
 impl From<f32> for In<F32> {
     fn from(value: f32) -> Self {
         In::Imm(u64::from(value.to_bits()))
@@ -209,6 +214,65 @@ impl<T: fmt::Display, const N: usize> fmt::Display for Vector<T, N> {
 impl<T: Operand, const N: usize> Operand for Vector<T, N> {
     fn registers(&self, f: &mut dyn FnMut(AnyReg, Role)) {
         self.0.iter().for_each(|item| item.registers(f));
+    }
+}
+
+/// Consecutive registers of a class, for operands too long to list one by one.
+#[derive(Debug, PartialEq, Eq)]
+pub struct RegRange<C> {
+    first: u32,
+    len: u32,
+    class: PhantomData<C>,
+}
+
+impl<C> Clone for RegRange<C> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<C> Copy for RegRange<C> {}
+
+impl<C: RegClass> RegRange<C> {
+    pub(super) fn new(first: u32, len: u32) -> Self {
+        Self { first, len, class: PhantomData }
+    }
+
+    /// The registers in order.
+    pub fn iter(self) -> impl ExactSizeIterator<Item = Reg<C>> {
+        (self.first..self.first + self.len).map(Reg::new)
+    }
+
+    /// Register `n`.
+    ///
+    /// # Panics
+    /// If there are not so many: a bug in the emitter.
+    pub fn get(self, n: usize) -> Reg<C> {
+        assert!(n < self.len as usize, "register {n} of a range of {}", self.len);
+        Reg::new(self.first + n as u32)
+    }
+}
+
+/// A range that the instruction reads and writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InOutRange<C>(pub RegRange<C>);
+
+impl<C> From<RegRange<C>> for InOutRange<C> {
+    fn from(range: RegRange<C>) -> Self {
+        Self(range)
+    }
+}
+impl<C: RegClass> fmt::Display for InOutRange<C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("{")?;
+        for (n, reg) in self.0.iter().enumerate() {
+            write!(f, "{}{reg}", if n == 0 { "" } else { ", " })?;
+        }
+        f.write_str("}")
+    }
+}
+impl<C: RegClass> Operand for InOutRange<C> {
+    fn registers(&self, f: &mut dyn FnMut(AnyReg, Role)) {
+        self.0.iter().for_each(|reg| f(reg.any(), Role::ReadWrite));
     }
 }
 
@@ -350,8 +414,29 @@ pub struct Param {
     pub index: u32,
     /// Its name.
     pub name: &'static str,
-    /// Its size: 4 (`.u32`) or 8 (`.u64`) bytes.
+    /// Its size: 4 (`.u32`) or 8 (`.u64`) bytes, or 128 for a tensor map.
     pub bytes: u32,
+}
+
+/// The address of an entry parameter, where [`Param`] itself stands for its value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ParamAddr(pub Param);
+
+impl From<Param> for ParamAddr {
+    fn from(param: Param) -> Self {
+        Self(param)
+    }
+}
+impl fmt::Display for ParamAddr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0.name)
+    }
+}
+impl Operand for ParamAddr {
+    fn registers(&self, _f: &mut dyn FnMut(AnyReg, Role)) {}
+    fn param(&self) -> Option<Param> {
+        Some(self.0)
+    }
 }
 
 impl fmt::Display for Param {
@@ -418,6 +503,8 @@ examples! {
     [] GlobalAddr: |asm, _| asm.reg::<B64>().into();
     [] Label: |asm, _| asm.label("next");
     [] Param: |asm, _| asm.param_u32("value");
+    [] ParamAddr: |asm, _| ParamAddr(asm.param_tensor_map("tile"));
+    [C] InOutRange<C>: |asm, pick| InOutRange(asm.reg_range(4 * (1 + pick(32))));
     [] Imm: |_, pick| Imm(pick(256));
     [] Cmp: |_, pick| Cmp::ALL[pick(Cmp::ALL.len() as u32) as usize];
     [] Special: |_, pick| Special::ALL[pick(Special::ALL.len() as u32) as usize];

@@ -119,4 +119,7 @@ impl Machine for TestMachine {
     fn exit(&mut self, _lane: u32) -> Result<(), Self::Stop> {
         Ok(())
     }
+    fn unmodelled(&mut self) -> Result<(), Self::Stop> {
+        Ok(())
+    }
 }

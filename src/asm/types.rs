@@ -183,11 +183,12 @@ pub enum Special {
     NctaidX,
     NctaidY,
     Laneid,
+    ClusterCtarank,
 }
 
 impl Special {
     /// All of them.
-    pub const ALL: [Special; 7] = [
+    pub const ALL: [Special; 8] = [
         Special::TidX,
         Special::NtidX,
         Special::CtaidX,
@@ -195,6 +196,7 @@ impl Special {
         Special::NctaidX,
         Special::NctaidY,
         Special::Laneid,
+        Special::ClusterCtarank,
     ];
 }
 
@@ -208,6 +210,7 @@ impl fmt::Display for Special {
             Special::NctaidX => "%nctaid.x",
             Special::NctaidY => "%nctaid.y",
             Special::Laneid => "%laneid",
+            Special::ClusterCtarank => "%cluster_ctarank",
         })
     }
 }

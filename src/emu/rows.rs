@@ -62,6 +62,7 @@ impl Machine for Executor<'_> {
             Special::NctaidX => self.launch.grid[0],
             Special::NctaidY => self.launch.grid[1],
             Special::Laneid => lane,
+            Special::ClusterCtarank => 0,
         }
     }
 
@@ -274,6 +275,16 @@ impl Machine for Executor<'_> {
         self.warp.live &= !(1 << lane);
         self.progress = true;
         Ok(())
+    }
+
+    fn unmodelled(&mut self) -> Result<(), Stop> {
+        Err(self.fault(
+            FaultKind::Unsupported,
+            self.active.trailing_zeros(),
+            "executed",
+            "the emulator does not know this instruction".to_owned(),
+            "run it on a card",
+        ))
     }
 }
 

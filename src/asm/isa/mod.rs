@@ -18,13 +18,17 @@ use crate::target::{PtxIsa, SmArch};
 
 pub mod alu;
 pub mod async_copy;
+pub mod bulk;
+pub mod cluster;
 pub mod control;
 pub mod half;
+pub mod mbarrier;
 pub mod mem;
 pub mod sync;
 pub mod tensor;
 #[cfg(test)]
 mod tests;
+pub mod wgmma;
 
 /// Which targets have an instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -166,6 +170,8 @@ pub trait Machine {
     fn jump(&mut self, lane: u32, label: Label) -> Result<(), Self::Stop>;
     /// The lane ends.
     fn exit(&mut self, lane: u32) -> Result<(), Self::Stop>;
+    /// An instruction whose meaning the machine does not know yet.
+    fn unmodelled(&mut self) -> Result<(), Self::Stop>;
 
     /// The value of a source operand.
     #[inline]
@@ -430,6 +436,10 @@ families!(
     Tensor in tensor,
     Sync in sync,
     Control in control,
+    Mbarrier in mbarrier,
+    Bulk in bulk,
+    Cluster in cluster,
+    Wgmma in wgmma,
 );
 
 impl Inst {

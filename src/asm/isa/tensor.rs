@@ -21,6 +21,9 @@ isa! {
     /// Loads two 8x8 matrices of 16-bit elements; lanes 0 to 15 give the row addresses.
     ldmatrix_sync_aligned_m8n8_x2_shared_b16 = LdmatrixX2 { d: Vector<Out<B32>, 2>, a: SharedAddr }
         "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {d}, {a};", ptx(7, 0, 75), Warp, LoadShared(16), |m, i| { ldmatrix(m, &i.d.0, i.a)?; }
+    /// Stores four transposed 8x8 matrices of 16-bit elements; lane `8*j + r` gives the address of row `r` of matrix `j`.
+    stmatrix_sync_aligned_m8n8_x4_trans_shared_b16 = StmatrixX4Trans { a: SharedAddr, b: Vector<Use<B32>, 4> }
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {a}, {b};", ptx(7, 8, 90), Warp, StoreShared(16), |m, _i| { m.unmodelled()?; }
     /// Multiplies fp16 fragments and accumulates in single precision: `d[16][8] = a[16][16] * b[16][8] + c`.
     mma_m16n8k16_f32_f16 = MmaM16n8k16F32F16 { d: Vector<Out<F32>, 4>, a: Vector<Use<B32>, 4>, b: Vector<Use<B32>, 2>, c: Vector<Use<F32>, 4> }
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {d}, {a}, {b}, {c};", ptx(7, 0, 80), Warp, Pure, |m, i| { mma_f16(m, i)?; }
