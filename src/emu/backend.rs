@@ -8,7 +8,7 @@ use super::memory::{Memory, MemoryError};
 use super::program::Program;
 use super::report::{Fault, LaunchReport};
 use crate::asm::{Diagnostics, Module};
-use crate::backend::{Arg, Backend, DevicePtr, Error, Kernel, Stream};
+use crate::backend::{Arg, Backend, DevicePtr, Error, Kernel, Launch, Stream};
 use crate::target::{DeviceSpec, PtxIsa, SmArch};
 
 /// Why a module was not loaded or a launch refused.
@@ -114,6 +114,7 @@ impl EmuKernel {
             let given = args.iter().map(|arg| match arg {
                 Arg::U32(_) => "u32",
                 Arg::U64(_) => "u64",
+                Arg::TensorMap(_) => "tensor map",
             });
             return Err(EmuError::Arguments {
                 module: module(),
@@ -247,18 +248,13 @@ impl Backend for EmuBackend {
         Ok(Arc::new(EmuKernel::new(module)))
     }
 
-    fn launch(
-        &self,
-        kernel: &dyn Kernel,
-        grid: [u32; 2],
-        args: &[Arg],
-        _stream: Stream,
-    ) -> Result<(), Error> {
+    fn launch(&self, kernel: &dyn Kernel, launch: &Launch<'_>) -> Result<(), Error> {
         let failed = |e: EmuError| Error::new(format!("cannot run {}", kernel.name()), e);
         let foreign = || failed(EmuError::ForeignKernel(kernel.name().to_owned()));
         let ours = kernel.as_any().downcast_ref::<EmuKernel>().ok_or_else(foreign)?;
         let mut state = self.state();
-        let report = ours.run(grid, args, &mut state.memory, &self.options).map_err(failed)?;
+        let ran = ours.run(launch.grid, launch.args, &mut state.memory, &self.options);
+        let report = ran.map_err(failed)?;
         state.report = Some(report);
         Ok(())
     }

@@ -13,7 +13,7 @@ use half::f16;
 use makaira::asm::reg::Reg;
 use makaira::asm::types::{B32, B64, Cmp, Special};
 use makaira::asm::{Asm, Module};
-use makaira::backend::{Arg, Backend, DevicePtr, Error, Kernel, Stream};
+use makaira::backend::{Arg, Backend, DevicePtr, Error, Kernel, Launch, Stream};
 use makaira::target::SmArch;
 use makaira::weights::{CODE_BYTES_PER_TILE, PackedLayout};
 
@@ -123,7 +123,7 @@ impl Filler {
         let num_tiles = layout.codes_bytes as u32 / self.tile_bytes;
         let values = [num_tiles, pattern.seed, pattern.scale_pair()].map(Arg::U32);
         let args = [&[ptr.into()][..], &values].concat();
-        backend.launch(&*self.kernel, [self.num_ctas, 1], &args, stream)
+        backend.launch(&*self.kernel, &Launch::new([self.num_ctas, 1], &args, stream))
     }
 }
 
