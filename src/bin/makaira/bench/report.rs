@@ -185,7 +185,7 @@ pub fn cell(value: Option<f64>, width: usize, digits: usize) -> String {
 }
 
 /// The heading of [`line`].
-pub const HEADING: &str = "shape          M       us  ±% ceil    early  ±% ceil   GB/s TFLOP/s x fp16 x proto x peer           pred us  err     regs  configuration:stripe";
+pub const HEADING: &str = "shape          M       us  ±% ceil    early  ±% ceil   GB/s TFLOP/s x fp16 x proto x peer                pred us err     regs  configuration:stripe";
 
 /// One row of the table.
 pub fn line(row: &Row, peers: &Others, fp16: &Others) -> String {
@@ -213,7 +213,7 @@ pub fn line(row: &Row, peers: &Others, fp16: &Others) -> String {
         format!("{:<14}", peer.map_or(String::new(), |(us, name)| format!("{name} {us:.1}"))),
         cell(Some(choice.cost.total_us), 7, 1),
         match &row.answer {
-            Ok(error) => format!("{error:.1e}"),
+            Ok(error) => format!("{error:<7.1e}"),
             Err(_) => "WRONG  ".to_owned(),
         },
         cell(row.num_regs.map(f64::from), 4, 0),
