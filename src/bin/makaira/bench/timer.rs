@@ -46,7 +46,7 @@ impl Timing {
 }
 
 /// Enqueues the launch with a number on a stream.
-pub type Enqueue<'l> = dyn Fn(usize, backend::Stream) -> anyhow::Result<()> + 'l;
+pub type Launcher<'l> = dyn Fn(usize, backend::Stream) -> anyhow::Result<()> + 'l;
 
 /// Launches of a graph whose launches take `us` microseconds each.
 fn graph_launches(us: f64) -> usize {
@@ -72,7 +72,7 @@ impl Timer {
     ///
     /// # Errors
     /// Those of `launch` and of the kernel.
-    pub fn run(&self, count: usize, launch: &Enqueue<'_>) -> anyhow::Result<()> {
+    pub fn run(&self, count: usize, launch: &Launcher<'_>) -> anyhow::Result<()> {
         (0..count).try_for_each(|idx| launch(idx, self.stream.borrow().into()))?;
         self.stream.synchronize().context("running the kernel")
     }
@@ -81,7 +81,7 @@ impl Timer {
     ///
     /// # Errors
     /// Those of `launch`, of the driver and of the kernel.
-    pub fn time(&self, launch: &Enqueue<'_>) -> anyhow::Result<Timing> {
+    pub fn time(&self, launch: &Launcher<'_>) -> anyhow::Result<Timing> {
         let mut guess = f64::INFINITY;
         for num_launches in PROBE_LAUNCHES {
             // The short graph's time holds the start of a graph and is too long, not too short.
@@ -98,7 +98,7 @@ impl Timer {
     ///
     /// # Errors
     /// Those of `launch`, of the driver and of the kernel.
-    pub fn time_graph(&self, num_launches: usize, launch: &Enqueue<'_>) -> anyhow::Result<Timing> {
+    pub fn time_graph(&self, num_launches: usize, launch: &Launcher<'_>) -> anyhow::Result<Timing> {
         let graph = self.graph(num_launches, launch)?;
         self.replays(&graph, 1)?;
         std::thread::sleep(REST);
@@ -112,7 +112,7 @@ impl Timer {
         Ok(Timing { us, num_launches })
     }
 
-    fn graph(&self, num_launches: usize, launch: &Enqueue<'_>) -> anyhow::Result<GraphExec> {
+    fn graph(&self, num_launches: usize, launch: &Launcher<'_>) -> anyhow::Result<GraphExec> {
         let graph = self.stream.capture(CaptureMode::Relaxed, |stream| {
             (0..num_launches).try_for_each(|idx| launch(idx, stream.into()))
         })?;

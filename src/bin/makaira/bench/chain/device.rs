@@ -194,8 +194,7 @@ impl Chain {
                 }
             }
             let (error, limit) = ((error / norm).sqrt(), error_limit(&kernels.prepared[in_layer]));
-            // Not the other way round: NaN is wrong.
-            if !(error < limit) {
+            if error.is_nan() || error >= limit {
                 let name = &self.model.products[in_layer].name;
                 return Err(format!(
                     "relative error {error:.2e} of {name}, at most {limit:.0e} is rounding"

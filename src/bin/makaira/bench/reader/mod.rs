@@ -6,6 +6,7 @@
 //! compared with the host's, which proves that every byte is read. Readers never start early: the ceiling
 //! is that of one layer after the other.
 
+mod bulk;
 mod copies;
 mod loads;
 
@@ -18,6 +19,7 @@ use makaira::asm::{Asm, Module};
 use makaira::backend::{Arg, Backend, DevicePtr, Error, Kernel, Launch, Stream};
 use makaira::target::SmArch;
 
+pub use bulk::Bulk;
 pub use copies::Copies;
 pub use loads::Loads;
 
@@ -31,6 +33,8 @@ pub enum Variant {
     Loads(Loads),
     /// `cp.async` of 16 bytes to shared memory.
     Copies(Copies),
+    /// Bulk copies to shared memory.
+    Bulk(Bulk),
 }
 
 impl fmt::Display for Variant {
@@ -38,15 +42,17 @@ impl fmt::Display for Variant {
         match self {
             Variant::Loads(loads) => loads.fmt(f),
             Variant::Copies(copies) => copies.fmt(f),
+            Variant::Bulk(bulk) => bulk.fmt(f),
         }
     }
 }
 
 /// The variants that are timed on a target.
 pub fn variants(target: SmArch) -> Vec<Variant> {
-    let _ = target;
     let loads = Loads::all().into_iter().map(Variant::Loads);
-    loads.chain(Copies::all().into_iter().map(Variant::Copies)).collect()
+    let copies = Copies::all().into_iter().map(Variant::Copies);
+    let bulk = if target.sm >= 90 { Bulk::all() } else { Vec::new() };
+    loads.chain(copies).chain(bulk.into_iter().map(Variant::Bulk)).collect()
 }
 
 impl Variant {
@@ -54,14 +60,16 @@ impl Variant {
         match self {
             Variant::Loads(loads) => loads.ctas_per_sm,
             Variant::Copies(copies) => copies.ctas_per_sm,
+            Variant::Bulk(bulk) => bulk.ctas_per_sm,
         }
     }
 
-    /// What one CTA or thread does of `num_units` units: the kernel's parameter `share`.
+    /// How `num_units` units are shared out: the kernel's parameter `share`.
     fn share(&self, num_units: u32, num_ctas: u32) -> u32 {
         match self {
             Variant::Loads(_) => num_units.div_ceil(num_ctas),
             Variant::Copies(copies) => copies.turns(num_units, num_ctas),
+            Variant::Bulk(bulk) => bulk.chunks(num_units),
         }
     }
 
@@ -71,6 +79,7 @@ impl Variant {
         match self {
             Variant::Loads(loads) => loads.build(&name, num_ctas, target),
             Variant::Copies(copies) => copies.build(&name, num_ctas, target),
+            Variant::Bulk(bulk) => bulk.build(&name, num_ctas, target),
         }
     }
 }
@@ -189,6 +198,10 @@ mod tests {
             backend.upload(ptr, &data).expect("uploads");
             let sum = backend.alloc(4).expect("fits");
             for variant in variants(backend.device().arch) {
+                if matches!(variant, Variant::Bulk(_)) {
+                    eprintln!("skipped: {variant}, the emulator has no bulk copies");
+                    continue;
+                }
                 let reader = Reader::load(&backend, variant).expect("loads");
                 backend.upload(sum, &[0; 4]).expect("uploads");
                 for flush in [false, true] {
