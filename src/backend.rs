@@ -148,7 +148,32 @@ impl ArgumentsError {
     }
 }
 
-/// A kernel that a backend has loaded. Its entry, CTA size and shared memory are those of the module.
+/// A grid cannot be cut into the kernel's clusters.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{kernel} launched with {grid_x} CTAs along x, its clusters have {cluster}; launch a multiple of that"
+)]
+pub struct ClusterError {
+    /// The entry's name.
+    pub kernel: String,
+    /// CTAs of a cluster.
+    pub cluster: u32,
+    /// CTAs along x.
+    pub grid_x: u32,
+}
+
+impl ClusterError {
+    /// Compares the grid with the clusters.
+    pub(crate) fn check(kernel: &str, cluster: u32, grid: [u32; 2]) -> Result<(), Self> {
+        if grid[0].is_multiple_of(cluster) {
+            return Ok(());
+        }
+        Err(Self { kernel: kernel.to_owned(), cluster, grid_x: grid[0] })
+    }
+}
+
+/// A kernel that a backend has loaded. Its entry, CTA and cluster size and shared memory are those of the
+/// module.
 pub trait Kernel: Send + Sync + fmt::Debug {
     /// The entry's name.
     fn name(&self) -> &str;
@@ -156,6 +181,11 @@ pub trait Kernel: Send + Sync + fmt::Debug {
     fn num_regs(&self) -> Option<u32>;
     /// Bytes of local memory per thread (spills), where the backend knows.
     fn local_bytes(&self) -> Option<u32>;
+    /// How many of its clusters run at once on the device, for a kernel with clusters and where the
+    /// backend knows. A grid of more clusters runs in waves.
+    fn max_active_clusters(&self) -> Option<u32> {
+        None
+    }
     /// The backend's own object.
     fn as_any(&self) -> &dyn std::any::Any;
 }
