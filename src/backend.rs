@@ -60,6 +60,37 @@ impl DevicePtr {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Stream(pub(crate) usize);
 
+impl Stream {
+    /// Work on this stream that may start early: see [`Enqueue::overlap_previous`].
+    pub const fn early(self) -> Enqueue {
+        Enqueue { stream: self, overlap_previous: true }
+    }
+}
+
+/// How a call enqueues its kernels. A [`Stream`] turns into one in plain order.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Enqueue {
+    /// The stream.
+    pub stream: Stream,
+    /// Early launch (programmatic dependent launch): the kernels may start while the kernel before them
+    /// on the stream still runs. They request their packed weights at once and wait for that kernel to end
+    /// before they read, write or lock anything else. So the kernel before may be anybody's and may write
+    /// the activations, read the output or share the workspace; it must not write the packed weights.
+    ///
+    /// Off by default, because only the caller knows the kernel before: whoever packs weights by a kernel
+    /// of his own would read them half-written. Copies, fills, events and everything else that is no kernel
+    /// are waited for in any case. Capture into a graph keeps the permission. Where the device (before
+    /// Hopper), the driver (before CUDA 11.8) or the kernel family (`sm80`) has no early launch, it is
+    /// ignored.
+    pub overlap_previous: bool,
+}
+
+impl From<Stream> for Enqueue {
+    fn from(stream: Stream) -> Self {
+        Self { stream, overlap_previous: false }
+    }
+}
+
 /// One kernel argument.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arg {

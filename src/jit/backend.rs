@@ -14,8 +14,8 @@ use super::{LoadedFunction, Loader, loader};
 use crate::asm::reg::Param;
 use crate::asm::{Diagnostics, Module, PrintOptions};
 use crate::backend::{
-    Arg, ArgumentsError, Backend, ClusterError, DevicePtr, Error, Kernel, Launch, Stream, Swizzle,
-    TensorMap, TensorMapError,
+    Arg, ArgumentsError, Backend, ClusterError, DevicePtr, Enqueue, Error, Kernel, Launch, Stream,
+    Swizzle, TensorMap, TensorMapError,
 };
 use crate::driver::{
     self, Args, Context, DeviceBuffer, JitOptions, LaunchAttrs, LaunchShape, StreamRef,
@@ -31,6 +31,12 @@ impl From<driver::DevicePtr> for DevicePtr {
 impl From<StreamRef<'_>> for Stream {
     fn from(stream: StreamRef<'_>) -> Self {
         Stream(stream.as_raw().expose_provenance())
+    }
+}
+
+impl From<StreamRef<'_>> for Enqueue {
+    fn from(stream: StreamRef<'_>) -> Self {
+        Stream::from(stream).into()
     }
 }
 
