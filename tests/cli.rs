@@ -395,7 +395,8 @@ fn bench_says_what_it_cannot_do() {
         assert!(text.contains(why), "bench {args}: {why}\n{text}");
     }
     let help = line("bench --help");
-    for option in ["--shapes", "--ms", "--chain", "--no-early", "--no-ceiling", "--fp16", "--plot"] {
+    for option in ["--shapes", "--ms", "--chain", "--no-early", "--no-ceiling", "--fp16", "--plot"]
+    {
         assert!(help.stdout.contains(option), "{option}\n{}", help.stdout);
     }
 }

@@ -138,8 +138,11 @@ impl Checker<'_> {
         if entry.min_ctas == 0 {
             self.report(Rule::Launch, None, "0 CTAs per SM asked for: ask for at least 1");
         }
-        for param in entry.params.iter().filter(|param| !matches!(param.bytes, 4 | 8)) {
-            let what = format!("parameter {} of {} bytes: use 4 or 8", param.name, param.bytes);
+        for param in entry.params.iter().filter(|param| !matches!(param.bytes, 4 | 8 | 128)) {
+            let what = format!(
+                "parameter {} of {} bytes: use 4, 8 or, for a tensor map, 128",
+                param.name, param.bytes
+            );
             self.report(Rule::Param, None, what);
         }
     }

@@ -21,7 +21,7 @@ use super::reader;
 use super::reference::Reference;
 use super::report::{self, Others, Row};
 use super::timer::Timing;
-use super::{CELL_MS, Session, error_limit, plan, plot};
+use super::{CELL_MS, Session, error_limit, in_order, plan, plot};
 
 /// Measures all cells.
 ///
@@ -208,7 +208,7 @@ impl Cells<'_> {
         let launch = |idx: usize, stream: Stream| {
             let (a, c) = (cell.operands.a(), cell.operands.c());
             let weight = cell.operands.weight(idx);
-            let _ = early && idx > 0;
+            let stream = in_order(stream, early && idx > 0);
             self.session.gemm.matmul_with(prepared, a, weight, c, problem.m, workspace, stream)?;
             anyhow::Ok(())
         };

@@ -25,6 +25,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use makaira::backend::{Enqueue, Stream};
 use makaira::gemm::{Gemm, Prepared};
 use makaira::jit::GpuBackend;
 use makaira::kernel::Reduction;
@@ -193,4 +194,9 @@ fn error_limit(prepared: &Prepared) -> f64 {
         Reduction::F32 => 5e-4,
         Reduction::F16InPlace => 2e-3,
     }
+}
+
+/// Work on a stream: early, or in plain order.
+fn in_order(stream: Stream, early: bool) -> Enqueue {
+    Enqueue { overlap_previous: early, ..stream.into() }
 }

@@ -9,12 +9,12 @@ use makaira::kernel::select::{self, Choice};
 use makaira::kernel::{Problem, Rows};
 use makaira::weights::{Group, PackedLayout, U4B8};
 
-use super::super::error_limit;
 use super::super::fill::{Filler, Pattern};
 use super::super::layer::{Random, random_activations};
 use super::super::model::Model;
 use super::super::operands::hash;
 use super::super::reference::{dot, sample};
+use super::super::{error_limit, in_order};
 
 /// A NaN that no arithmetic gives.
 const POISON: u16 = 0x7e5a;
@@ -134,7 +134,7 @@ impl Chain {
         let Kernels { m, prepared, workspace } = kernels;
         let prepared = &prepared[self.model.product(idx).0];
         let (a, c) = (self.source(idx), self.target(idx));
-        let _ = early && idx > 0;
+        let stream = in_order(stream, early && idx > 0);
         gemm.matmul_with(prepared, a, &self.weights[idx], c, *m, workspace, stream)?;
         Ok(())
     }
