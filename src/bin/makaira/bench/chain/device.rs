@@ -235,14 +235,23 @@ pub struct Left {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
+
+    use makaira::asm::Module;
+    use makaira::backend::{Error, Kernel, Launch};
     use makaira::emu::EmuBackend;
+    use makaira::target::DeviceSpec;
 
     use super::*;
 
     const M: u64 = 3;
 
     fn chain(text: &str, seed: u64) -> (Gemm, Chain, Kernels) {
-        let gemm = Gemm::new(Arc::new(EmuBackend::h200_like(2)));
+        chain_on(Arc::new(EmuBackend::h200_like(2)), text, seed)
+    }
+
+    fn chain_on(backend: Arc<dyn Backend>, text: &str, seed: u64) -> (Gemm, Chain, Kernels) {
+        let gemm = Gemm::new(backend);
         let model: Model = text.parse().expect("a model");
         let chain = Chain::new(&gemm, &model, 128, M + 2, &mut Random(seed)).expect("fits");
         let choices = chain.choices(M).expect("there are kernels");
@@ -265,6 +274,52 @@ mod tests {
         assert!(plain.error > 0.0 && plain.error < 5e-4, "{plain:?}");
         assert!((0.1..4.0).contains(&plain.rms), "{plain:?}");
         assert_eq!(run(&gemm, &chain, &kernels, true), Ok(plain));
+    }
+
+    /// The emulator, and in what order launches came.
+    struct Recording {
+        inner: EmuBackend,
+        early: Mutex<Vec<bool>>,
+    }
+
+    impl Backend for Recording {
+        fn device(&self) -> &DeviceSpec {
+            self.inner.device()
+        }
+        fn alloc(&self, bytes: u64) -> Result<DevicePtr, Error> {
+            self.inner.alloc(bytes)
+        }
+        fn free(&self, ptr: DevicePtr) -> Result<(), Error> {
+            self.inner.free(ptr)
+        }
+        fn upload(&self, ptr: DevicePtr, bytes: &[u8]) -> Result<(), Error> {
+            self.inner.upload(ptr, bytes)
+        }
+        fn download(&self, ptr: DevicePtr, bytes: &mut [u8]) -> Result<(), Error> {
+            self.inner.download(ptr, bytes)
+        }
+        fn load(&self, module: &Module) -> Result<Arc<dyn Kernel>, Error> {
+            self.inner.load(module)
+        }
+        fn launch(&self, kernel: &dyn Kernel, launch: &Launch<'_>) -> Result<(), Error> {
+            self.early.lock().expect("no panic holds it").push(launch.overlap_previous);
+            self.inner.launch(kernel, launch)
+        }
+        fn synchronize(&self, stream: Stream) -> Result<(), Error> {
+            self.inner.synchronize(stream)
+        }
+    }
+
+    #[test]
+    fn every_launch_but_the_first_of_a_graph_starts_early() {
+        let inner = EmuBackend::h200_like(2);
+        let recording = Arc::new(Recording { inner, early: Mutex::default() });
+        let (gemm, chain, kernels) = chain_on(recording.clone(), "2x384x256+256x384", 43);
+        for (early, wanted) in [(false, [false; 4]), (true, [false, true, true, true])] {
+            recording.early.lock().expect("no panic holds it").clear();
+            run(&gemm, &chain, &kernels, early).expect("right");
+            assert_eq!(*recording.early.lock().expect("no panic holds it"), wanted);
+        }
     }
 
     #[test]
