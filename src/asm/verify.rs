@@ -139,8 +139,10 @@ impl Checker<'_> {
             self.report(Rule::Launch, None, "0 CTAs per SM asked for: ask for at least 1");
         }
         for param in entry.params.iter().filter(|param| !matches!(param.bytes, 4 | 8 | 128)) {
-            let what =
-                format!("parameter {} of {} bytes: use 4, 8 or 128", param.name, param.bytes);
+            let what = format!(
+                "parameter {} of {} bytes: use 4, 8 or, for a tensor map, 128",
+                param.name, param.bytes
+            );
             self.report(Rule::Param, None, what);
         }
     }

@@ -90,6 +90,29 @@ impl Args {
         self
     }
 
+    /// Whether one of the arguments is a tensor map. Where those lie among the parameters is up to the
+    /// assembler: it aligns their address in the constant bank, not their offset, so such a list is passed
+    /// by pointers and not as one packed buffer.
+    fn has_tensor_map(&self) -> bool {
+        self.sizes[..self.count.min(ARG_WORDS)]
+            .iter()
+            .any(|size| usize::from(*size) == MAX_ALIGNMENT * 2)
+    }
+
+    /// A pointer to each argument.
+    fn pointers(&self) -> [*mut c_void; ARG_WORDS] {
+        let base: *const u8 = self.words.as_ptr().cast();
+        let mut end = 0_usize;
+        let mut pointers = [std::ptr::null_mut(); ARG_WORDS];
+        for (pointer, size) in pointers.iter_mut().zip(&self.sizes[..self.count.min(ARG_WORDS)]) {
+            let size = usize::from(*size);
+            let start = end.next_multiple_of(alignment(size));
+            end = start + size;
+            *pointer = base.wrapping_add(start).cast_mut().cast();
+        }
+        pointers
+    }
+
     /// Size of the packed list, in bytes.
     pub fn size_bytes(&self) -> usize {
         self.bytes
@@ -167,14 +190,14 @@ impl Function {
         let _current = context.bind()?;
         let mut bytes = args.bytes;
         let mut extra = extra(args, &mut bytes);
+        let mut pointers = args.pointers();
+        let [params, extra] = by_pointers(args, &mut pointers, &mut extra);
         let LaunchShape { grid: [gx, gy, gz], threads: [tx, ty, tz], dynamic_smem_bytes } = *shape;
-        // SAFETY: function and stream are alive; `extra` names the packed arguments and their size,
-        // and the driver copies them before it returns.
+        // SAFETY: function and stream are alive; `params` or `extra` name the arguments, and
+        // the driver copies them before it returns.
         let launched = unsafe {
-            let none = std::ptr::null_mut();
-            let (function, extra) = (self.raw, extra.as_mut_ptr());
             context.api().cuLaunchKernel(
-                function,
+                self.raw,
                 gx,
                 gy,
                 gz,
@@ -183,7 +206,7 @@ impl Function {
                 tz,
                 dynamic_smem_bytes,
                 stream.raw,
-                none,
+                params,
                 extra,
             )
         };
@@ -209,12 +232,12 @@ impl Function {
         let _current = context.bind()?;
         let mut bytes = args.bytes;
         let mut extra = extra(args, &mut bytes);
+        let mut pointers = args.pointers();
+        let [params, extra] = by_pointers(args, &mut pointers, &mut extra);
         let (entries, num_attrs) = attrs.entries();
         let config = config(shape, stream, &entries, num_attrs);
-        let none = std::ptr::null_mut();
         // SAFETY: as for `launch`; the configuration and its attributes outlive the call.
-        let launched =
-            unsafe { context.api().cuLaunchKernelEx(&config, self.raw, none, extra.as_mut_ptr()) };
+        let launched = unsafe { context.api().cuLaunchKernelEx(&config, self.raw, params, extra) };
         self.remember(args, launched)
     }
 
@@ -316,7 +339,12 @@ impl Function {
             // SAFETY: the driver writes two sizes, or refuses an index beyond the last one.
             let known = unsafe { api.cuFuncGetParamInfo(self.raw, index, offset, bytes) };
             let declared = known.is_ok().then_some(declared);
-            if declared != Some(given) {
+            let agrees = match args.has_tensor_map() {
+                // Passed by pointers: only sizes count.
+                true => declared.is_some_and(|declared| declared.bytes == given.bytes),
+                false => declared == Some(given),
+            };
+            if !agrees {
                 return Err(Error::Argument { kernel: self.name().into(), index, given, declared });
             }
             end = given.offset + given.bytes;
@@ -350,6 +378,18 @@ fn extra(args: &Args, bytes: &mut usize) -> [*mut c_void; 5] {
         std::ptr::from_mut(bytes).cast(),
         sys::LAUNCH_PARAM_END,
     ]
+}
+
+/// The two ways to name arguments as the driver takes them, one of them null.
+fn by_pointers(
+    args: &Args,
+    pointers: &mut [*mut c_void; ARG_WORDS],
+    extra: &mut [*mut c_void; 5],
+) -> [*mut *mut c_void; 2] {
+    match args.has_tensor_map() {
+        true => [pointers.as_mut_ptr(), std::ptr::null_mut()],
+        false => [std::ptr::null_mut(), extra.as_mut_ptr()],
+    }
 }
 
 fn config(
