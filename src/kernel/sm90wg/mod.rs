@@ -295,7 +295,7 @@ pub fn build(config: &Config, _target: SmArch) -> Module {
 /// The address of the activations' tensor map.
 fn emit_map(a: &mut Asm, param: Param) -> Reg<B64> {
     let map = a.reg();
-    a.mov_b64_param(map, param);
+    a.cvta_param_u64(map, param);
     map
 }
 
