@@ -102,8 +102,13 @@ impl<'a> Consumer<'a> {
         let tiles = config.tiles_per_warp() as usize;
         let promotes = config.group != Group::PerColumn && config.scaling == Scaling::Promote;
         let [team, warp_n, rows, low, first, column, tile, base, quad] = a.regs();
-        a.shr_u32(team, wg.warp, config.warps_n.ilog2());
-        a.and_b32(warp_n, wg.warp, config.warps_n - 1);
+        if config.warps_k == 1 {
+            a.mov_b32(team, 0);
+            a.mov_b32(warp_n, wg.warp);
+        } else {
+            a.shr_u32(team, wg.warp, config.warps_n.ilog2());
+            a.and_b32(warp_n, wg.warp, config.warps_n - 1);
+        }
         // The team's boxes.
         let team_boxes = config.runs_per_stage * 2 * geometry.box_bytes;
         a.mad_lo_u32(rows, team, team_boxes, wg.smem);

@@ -334,6 +334,12 @@ impl super::KernelFamily for Sm90WgFamily {
                 config.tile_n, config.warps_n
             ));
         }
+        if config.warps_k > 1 && !config.warps_n.is_power_of_two() {
+            return Err(format!(
+                "{} teams of {} warps: a power of two",
+                config.warps_k, config.warps_n
+            ));
+        }
         if ![1, 2, 4].contains(&config.warps_k) || config.num_warps() > 16 {
             return Err(format!(
                 "{} x {} warps: at most 16, in 1, 2 or 4 teams",

@@ -263,8 +263,9 @@ impl Wg<'_> {
         let tiles = config.tiles_per_warp();
         let ptr = load_u64(a, self.params.column_scales_ptr);
         let n = load_u32(a, self.params.n);
-        let [warp_n, channel, g] = a.regs();
-        a.and_b32(warp_n, self.warp, config.warps_n - 1);
+        // The owners are the first team.
+        let warp_n = self.warp;
+        let [channel, g] = a.regs();
         a.shr_u32(g, self.lane, 2);
         a.mul_lo_u32(channel, place.column_tile, config.tile_n);
         a.mad_lo_u32(channel, warp_n, 16 * tiles, channel);
