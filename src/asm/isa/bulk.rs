@@ -15,16 +15,16 @@ isa! {
 
     /// Copies `n` bytes (a multiple of 16) from global to shared memory and counts them on `bar`.
     cp_async_bulk_shared_global = CpAsyncBulk { d: SharedAddr, a: GlobalAddr, n: In<B32>, bar: SharedAddr }
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes {d}, {a}, {n}, {bar};", ptx(8, 0, 90), Lane, Sync(16), |m, _l, _i| { m.unmodelled()?; }
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes {d}, {a}, {n}, {bar};", ptx(8, 0, 90), Lane, Sync(8), |m, _l, _i| { m.unmodelled()?; }
     /// The same under an L2 eviction policy.
     cp_async_bulk_shared_global_hint = CpAsyncBulkHint { d: SharedAddr, a: GlobalAddr, n: In<B32>, bar: SharedAddr, policy: In<B64> }
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint {d}, {a}, {n}, {bar}, {policy};", ptx(8, 0, 90), Lane, Sync(16), |m, _l, _i| { m.unmodelled()?; }
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint {d}, {a}, {n}, {bar}, {policy};", ptx(8, 0, 90), Lane, Sync(8), |m, _l, _i| { m.unmodelled()?; }
     /// Copies the 2-D tile at (`x`, `y`) of a tensor map to shared memory and counts the tile's bytes on `bar`.
     cp_async_bulk_tensor_2d_shared_global = CpAsyncBulkTensor2d { d: SharedAddr, map: Use<B64>, x: Use<B32>, y: Use<B32>, bar: SharedAddr }
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes {d}, [{map}, {{{x}, {y}}}], {bar};", ptx(8, 0, 90), Lane, Sync(16), |m, _l, _i| { m.unmodelled()?; }
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes {d}, [{map}, {{{x}, {y}}}], {bar};", ptx(8, 0, 90), Lane, Sync(8), |m, _l, _i| { m.unmodelled()?; }
     /// The same to the same place, and on the same barrier, of every CTA of the cluster in `mask`.
     cp_async_bulk_tensor_2d_shared_global_multicast = CpAsyncBulkTensor2dMulticast { d: SharedAddr, map: Use<B64>, x: Use<B32>, y: Use<B32>, bar: SharedAddr, mask: Use<B16> }
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster {d}, [{map}, {{{x}, {y}}}], {bar}, {mask};", ptx(8, 0, 90), Lane, Sync(16), |m, _l, _i| { m.unmodelled()?; }
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster {d}, [{map}, {{{x}, {y}}}], {bar}, {mask};", ptx(8, 0, 90), Lane, Sync(8), |m, _l, _i| { m.unmodelled()?; }
     /// Copies a tile from shared memory to (`x`, `y`) of a tensor map, in this thread's open bulk group.
     cp_async_bulk_tensor_2d_global_shared = CpAsyncBulkTensor2dStore { map: Use<B64>, x: Use<B32>, y: Use<B32>, a: SharedAddr }
         "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [{map}, {{{x}, {y}}}], {a};", ptx(8, 0, 90), Lane, Sync(16), |m, _l, _i| { m.unmodelled()?; }

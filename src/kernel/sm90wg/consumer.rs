@@ -8,6 +8,7 @@
 //! each begins at the first, so that the loop has one entry: with several the assembler serialises products.
 //! Source: PTX ISA, "wgmma.mma_async", "wgmma.wait_group".
 
+use super::supply::Supply;
 use super::{BOX_ROW_BYTES, Place, Wg};
 use crate::asm::Asm;
 use crate::asm::reg::{Label, Reg, RegRange};
@@ -57,6 +58,7 @@ struct Leaving {
 /// Registers of the consumers.
 struct Consumer<'a> {
     wg: &'a Wg<'a>,
+    supply: &'a Supply<'a>,
     /// Tiles of 16 channels of a warp, and of 64 channels of its warpgroup.
     tiles: usize,
     /// Sums go through `totals`.
@@ -90,14 +92,20 @@ struct Consumer<'a> {
 
 impl Wg<'_> {
     /// Everything that the consumers do.
-    pub(super) fn emit_consume(&self, a: &mut Asm, stripe: &Stripe, segment: &Segment) {
-        let consumer = a.section("consumers", |a| Consumer::new(a, self));
+    pub(super) fn emit_consume(
+        &self,
+        a: &mut Asm,
+        stripe: &Stripe,
+        segment: &Segment,
+        supply: &Supply<'_>,
+    ) {
+        let consumer = a.section("consumers", |a| Consumer::new(a, self, supply));
         consumer.emit(a, stripe, segment);
     }
 }
 
 impl<'a> Consumer<'a> {
-    fn new(a: &mut Asm, wg: &'a Wg<'a>) -> Self {
+    fn new(a: &mut Asm, wg: &'a Wg<'a>, supply: &'a Supply<'a>) -> Self {
         let (config, geometry) = (wg.config, wg.geometry);
         let tiles = config.tiles_per_warp() as usize;
         let promotes = config.group != Group::PerColumn && config.scaling == Scaling::Promote;
@@ -132,7 +140,7 @@ impl<'a> Consumer<'a> {
         // Wide steps leave the products more time, narrow ones take fewer registers.
         let per_tile = config.tile_m / 2;
         let live = per_tile * tiles as u32 * if promotes { 2 } else { 1 };
-        let width = if live + 64 > super::registers(config).1 { 2 } else { 4 };
+        let width = if live + 64 > super::registers(config) { 2 } else { 4 };
         let top = Carry {
             codes: a.regs(),
             scales: (0..tiles).map(|_| (0..groups).map(|_| a.reg()).collect()).collect(),
@@ -140,6 +148,7 @@ impl<'a> Consumer<'a> {
         };
         Self {
             wg,
+            supply,
             tiles,
             promotes,
             first_box,
@@ -219,9 +228,15 @@ impl<'a> Consumer<'a> {
             a.when(wg.elected, |a| a.mbarrier_arrive_shared_cta_b64(self.release));
         });
         let place = a.section("end of the segment", |a| wg.emit_place(a, segment));
+        // The next segment's stages fill while this one's sums are written.
+        let next = a.section("next segment", |a| {
+            let next = stripe.emit_next(a, segment);
+            self.supply.emit_point(a, &next);
+            self.supply.emit_fill(a, false);
+            next
+        });
         self.emit_output(a, segment, &place);
         a.section("next segment", |a| {
-            let next = stripe.emit_next(a, segment);
             let more = segment.emit_become(a, &next);
             a.when(more, |a| a.bra(segment_top));
         });
@@ -362,6 +377,11 @@ impl<'a> Consumer<'a> {
             for (n, &step) in steps.iter().enumerate() {
                 let next = steps.get(n + 1).copied();
                 let leaves = next.is_none() && run + 1 == runs;
+                if leaves {
+                    // Every warp has left the stage before, or is about to.
+                    let skip = a.label("no_refill");
+                    self.supply.emit_refill(a, (stage + stages - 1) % stages, skip);
+                }
                 // Loads run while this step's products do.
                 match next {
                     Some(next) if next.k16 == 0 => {

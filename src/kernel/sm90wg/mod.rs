@@ -2,15 +2,16 @@
 //!
 //! The weights are the m64 operand, which wgmma takes from registers, so a packed word is dequantised where it
 //! is used and never written back; the batch is the n operand, read from shared memory as the tensor copies
-//! laid it down. A CTA has one producer warp, and `warps_k` x `warps_n / 4` warpgroups of consumers.
+//! laid it down. A CTA is `warps_k` teams of `warps_n / 4` warpgroups; a team takes its share of the runs of
+//! each stage, its warpgroups stand side by side along n.
 //!
 //! ```text
-//! producer   for each stage: wait empty, expect bytes, bulk copies of weights, tensor copies of activations
-//!    |  before the first activations: griddepcontrol.wait. Weights belong to nobody else and go ahead.
-//! stage      [activations: k64 boxes of tile_m rows, 128B-swizzled][weights: 64-channel columns of chunks]
-//!    |  mbarrier full (bytes), mbarrier empty (one arrival a consumer warp)
-//! consumers  ld.shared.v4 --lop3, sub--> A set | 4 wgmma | next A set | 4 wgmma ...; one group in flight
-//!            Promote: drain once a run of 128 inputs, acc += scale * sum.  Fragment: never drain.
+//! one warp of each warpgroup   wait empty, expect bytes, bulk copies of its weights, tensor copies of its
+//!    |  share of the activations; weights go ahead of griddepcontrol.wait
+//! stage   [activations: k64 boxes of tile_m rows, 128B-swizzled][weights: 64-channel columns of chunks]
+//!    |  mbarrier full (bytes; one arrival a warpgroup), mbarrier empty (one arrival a warp)
+//! warpgroups   ld.shared.v4 --lop3, sub--> A set | 4 wgmma | next A set | 4 wgmma ...; one group in flight
+//!              Promote: drain once a run of 128 inputs, acc += scale * sum.  Fragment: never drain.
 //! ```
 //!
 //! CTAs take stripes of runs over all tiles of the layer and the batch, rows fastest, see [`super::stripe`];
@@ -18,13 +19,14 @@
 
 mod consumer;
 mod output;
-mod producer;
+mod supply;
 
-use super::params::{Arguments, Params, load_u32, load_u64, magic};
+use self::supply::Supply;
+use super::params::{Arguments, Params, load_u32, magic};
 use super::problem::{Config, Reduction, Rows, Scaling};
 use super::stripe::{Segment, emit_stripe};
 use crate::asm::reg::{Param, Reg, Region};
-use crate::asm::types::{B32, B64, Cmp, Pred, Special};
+use crate::asm::types::{B32, Cmp, Pred, Special};
 use crate::asm::{Asm, Module};
 use crate::backend::{Arg, DevicePtr, Swizzle, TensorMap};
 use crate::target::SmArch;
@@ -89,11 +91,6 @@ impl Geometry {
             stage_bytes: (rows_bytes + columns * column_bytes).next_multiple_of(1024),
         }
     }
-
-    /// Bytes that complete a stage.
-    fn transaction_bytes(&self) -> u32 {
-        self.rows_bytes + self.columns * self.column_bytes
-    }
 }
 
 /// The CTA's shared memory.
@@ -130,22 +127,10 @@ pub fn smem_bytes(config: &Config) -> u32 {
     a.smem.bytes()
 }
 
-/// Threads of a CTA: the consumers and the producer's warpgroup.
-pub fn num_threads(config: &Config) -> u32 {
-    config.num_threads() + 128
-}
-
-/// Registers a thread of the producer keeps.
-const PRODUCER_REGISTERS: u32 = 40;
-
-/// Registers a thread: at entry, and of the consumers once the producer has given its own back. A scheduler
-/// has 512 warp registers for its warps; the pool that `setmaxnreg` moves is what the CTA had at entry.
-/// Source: PTX ISA, "setmaxnreg"; the pool's size is measured.
-fn registers(config: &Config) -> (u32, u32) {
-    let consumers = config.num_warps() / 4;
-    let entry = (512 / ((consumers + 1) * config.ctas_per_sm)).min(255) / 8 * 8;
-    let most = (entry * (consumers + 1) - PRODUCER_REGISTERS) / consumers / 8 * 8;
-    (entry, most.min(248))
+/// Registers that a thread may have: a scheduler has 512 for each lane of its warps.
+fn registers(config: &Config) -> u32 {
+    let warps = (config.num_warps() * config.ctas_per_sm).div_ceil(4);
+    (512 / warps).min(255) / 8 * 8
 }
 
 /// The entry parameters beside [`Params`].
@@ -200,8 +185,6 @@ struct Wg<'a> {
     warp: Reg<B32>,
     /// True in one lane of each warp.
     elected: Reg<Pred>,
-    /// True in the thread that issues the copies.
-    issues: Reg<Pred>,
 }
 
 /// Where a segment's tile lies.
@@ -232,6 +215,22 @@ impl Wg<'_> {
         a.shr_u32(rounds, rounds, self.geometry.stage_runs.ilog2());
     }
 
+    /// Makes the ring's barriers, in one thread. A CTA barrier must follow.
+    fn emit_barriers(&self, a: &mut Asm) {
+        let is_first = a.test_u32(Cmp::Eq, self.warp, 0);
+        a.and_pred(is_first, is_first, self.elected);
+        let warps = self.config.num_warps();
+        a.when(is_first, |a| {
+            for stage in 0..self.config.stages {
+                let [full, empty] = [self.plan.full, self.plan.empty]
+                    .map(|barriers| self.smem.at(barriers.start + 8 * stage));
+                a.mbarrier_init_shared_b64(full, warps / 4);
+                a.mbarrier_init_shared_b64(empty, warps);
+            }
+            a.fence_mbarrier_init_release_cluster();
+        });
+    }
+
     /// Waits until the phase of `parity` of a barrier has completed.
     fn emit_wait(&self, a: &mut Asm, barrier: crate::asm::reg::SharedAddr, parity: Reg<B32>) {
         let again = a.label("wait");
@@ -248,7 +247,7 @@ pub fn build(config: &Config, _target: SmArch) -> Module {
     let params = Params::declare(&mut a);
     let extra = Extra::declare(&mut a);
     let plan = Plan::new(&mut a, config);
-    let (wg, is_producer, leads) = a.section("who is who", |a| {
+    let wg = a.section("who is who", |a| {
         let [smem, tid, lane, own, warp] = a.regs();
         a.mov_u32_smem(smem);
         a.mov_u32_special(tid, Special::TidX);
@@ -258,50 +257,21 @@ pub fn build(config: &Config, _target: SmArch) -> Module {
         a.shfl_sync_idx_b32(warp, own, 0);
         let elected = a.reg();
         a.elect_sync(elected);
-        let is_producer = a.test_u32(Cmp::Ge, warp, config.num_warps());
-        let leads = a.test_u32(Cmp::Eq, warp, config.num_warps());
-        let issues = a.reg();
-        a.and_pred(issues, leads, elected);
         let geometry = Geometry::new(config);
-        let wg =
-            Wg { config, geometry, plan, params, extra, smem, tid, lane, warp, elected, issues };
-        (wg, is_producer, leads)
+        Wg { config, geometry, plan, params, extra, smem, tid, lane, warp, elected }
     });
-    let [consume, end] = ["consume", "end"].map(|name| a.label(name));
+    a.section("barriers", |a| wg.emit_barriers(a));
     let (stripe, segment) = a.section("stripe", |a| emit_stripe(a, &params));
-    let (_, consumer_registers) = registers(config);
-    a.unless(is_producer, |a| a.bra(consume));
-    let cursor = wg.emit_start(&mut a, &segment);
-    a.section("barriers are ready", |a| {
+    let supply = a.section("supply", |a| Supply::new(a, &wg, &stripe));
+    a.section("supply", |a| {
+        supply.emit_point(a, &segment);
         a.bar_sync(0);
-        a.setmaxnreg_dec_sync_aligned_u32(PRODUCER_REGISTERS);
-        // The other three warps are there because registers belong to warpgroups.
-        a.unless(leads, |a| a.bra(end));
+        supply.emit_fill(a, true);
     });
-    wg.emit_produce(&mut a, &stripe, &segment, &cursor);
-    a.bind(end);
-    a.exit();
-    a.bind(consume);
-    a.section("barriers are ready", |a| {
-        a.bar_sync(0);
-        a.setmaxnreg_inc_sync_aligned_u32(consumer_registers);
-    });
-    wg.emit_consume(&mut a, &stripe, &segment);
+    wg.emit_consume(&mut a, &stripe, &segment, &supply);
     a.exit();
     let target = SmArch::specific(90);
-    a.finish(&config.to_string(), target, num_threads(config), config.ctas_per_sm)
-}
-
-/// The address of the activations' tensor map.
-fn emit_map(a: &mut Asm, param: Param) -> Reg<B64> {
-    let map = a.reg();
-    a.cvta_param_u64(map, param);
-    map
-}
-
-/// The packed weights.
-fn emit_weights_ptr(a: &mut Asm, params: &Params) -> Reg<B64> {
-    load_u64(a, params.b_ptr)
+    a.finish(&config.to_string(), target, config.num_threads(), config.ctas_per_sm)
 }
 
 /// The family.
@@ -361,10 +331,6 @@ impl super::KernelFamily for Sm90WgFamily {
 
     fn registers_needed(&self, _config: &Config) -> u32 {
         32
-    }
-
-    fn num_threads(&self, config: &Config) -> u32 {
-        num_threads(config)
     }
 
     fn extra_arguments(&self, config: &Config, arguments: &Arguments) -> Vec<Arg> {
