@@ -199,9 +199,11 @@ impl Executor<'_> {
             self.check_fenced_init(lane, rank, index)?;
             return Ok((rank, index));
         }
-        let init = self.cta.barriers.list[index].init;
+        let Mbarrier { init, fenced_init, .. } = self.cta.barriers.list[index];
         let thread = self.thread(lane);
-        if u32::from(init.thread) != thread && !self.cta.threads.get(thread).known.covers(&init) {
+        let known = &self.cta.threads.get(thread).known;
+        let is_known = known.covers(&init) || known.covers(&fenced_init);
+        if u32::from(init.thread) != thread && !is_known {
             return Err(self.unseen_init(lane, init, "put a barrier between the two"));
         }
         Ok((rank, index))
@@ -245,7 +247,8 @@ impl Executor<'_> {
 
     #[cold]
     fn unseen_init(&self, lane: u32, init: Stamp, help: &str) -> Stop {
-        let earlier = self.site_of(&init, "initialised, in no order with it,");
+        let (cta, thread) = (init.cta, u32::from(init.issuer()));
+        let earlier = self.site(cta, thread, init.pc, "initialised, in no order with it,".into());
         Box::new(Fault {
             kind: FaultKind::MbarrierMisuse,
             what: "an mbarrier is used that this thread does not know to be initialised".into(),
