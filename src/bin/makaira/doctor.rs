@@ -13,6 +13,7 @@ use crate::output::{Format, bytes, count};
 
 /// Functions that a driver may lack, and what then is missing. Products need none of them.
 const OPTIONAL: &[(&str, &str)] = &[
+    ("cuGraphGetEdges", "edges of a graph cannot be told apart"),
     ("cuGraph", "products cannot be timed as graphs"),
     ("cuStreamBeginCapture", "products cannot be captured into graphs"),
     ("cuStreamEndCapture", "products cannot be captured into graphs"),
