@@ -154,7 +154,8 @@ impl Gemm {
         self.workspace_of(needs.0, needs.1)
     }
 
-    /// A workspace of given sizes: bytes of scratch memory and lock words.
+    /// A workspace of given sizes: bytes of scratch memory and lock words. The largest of each over several
+    /// weights' workspaces make one that serves them all.
     ///
     /// # Errors
     /// If memory runs out.
