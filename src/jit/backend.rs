@@ -274,6 +274,12 @@ impl Backend for GpuBackend {
         &self.device
     }
 
+    fn timing_identity(&self) -> Option<String> {
+        let DeviceSpec { name, arch, num_sms, .. } = &self.device;
+        let driver = self.context.driver().version();
+        Some(format!("{name}, {arch}, {num_sms} SMs, driver of CUDA {driver}"))
+    }
+
     fn alloc(&self, bytes: u64) -> Result<DevicePtr, Error> {
         let fail = |source| Error::new(format!("allocating {bytes} bytes"), source);
         let buffer = DeviceBuffer::new(&self.context, bytes.max(1) as usize).map_err(fail)?;
