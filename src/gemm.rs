@@ -21,7 +21,7 @@ use crate::backend::{self, Backend, Enqueue, Kernel, Launch, Stream};
 use crate::jit::TuneStore;
 use crate::kernel::select::{self, Choice, MAX_ROW_STRIDE_BYTES, step};
 use crate::kernel::{Config, Problem, Rows};
-use crate::weights::PackedWeights;
+use crate::weights::{PackedLayout, PackedWeights, WeightFormat};
 
 pub use memory::{Weight, Workspace};
 pub use operands::Matrix;
@@ -138,21 +138,33 @@ impl Gemm {
     /// # Errors
     /// If the device has too little memory, or a row of A or C would be longer than kernels address.
     pub fn upload(&self, packed: &PackedWeights) -> Result<Weight, Error> {
-        let (n, k) = (packed.layout().n, packed.layout().k);
+        let weight = self.reserve(packed.layout(), packed.format())?;
+        self.backend.upload(weight.ptr, packed.bytes())?;
+        Ok(weight)
+    }
+
+    /// Room on the device for a packed weight, whose bytes the caller writes there at [`Weight::ptr`] before
+    /// the first product.
+    ///
+    /// # Errors
+    /// Those of [`Gemm::upload`].
+    pub fn reserve(
+        &self,
+        layout: &PackedLayout,
+        format: &'static dyn WeightFormat,
+    ) -> Result<Weight, Error> {
+        let (n, k) = (layout.n, layout.k);
         if 2 * n.max(k) as u64 > MAX_ROW_STRIDE_BYTES {
             let most = MAX_ROW_STRIDE_BYTES / 2;
             let rule = format!("{n} outputs x {k} inputs; at most {most} of each, split the layer");
             return Err(Error::Operand { operand: "weight", rule });
         }
-        let ptr = self.backend.alloc(packed.bytes().len() as u64)?;
-        let weight = Weight {
+        Ok(Weight {
             backend: self.backend.clone(),
-            layout: *packed.layout(),
-            ptr,
-            format: packed.format().name(),
-        };
-        self.backend.upload(ptr, packed.bytes())?;
-        Ok(weight)
+            layout: *layout,
+            ptr: self.backend.alloc(layout.total_bytes as u64)?,
+            format: format.name(),
+        })
     }
 
     /// A workspace for products of up to `max_m` rows with a weight.
