@@ -261,8 +261,8 @@ impl Backend for EmuBackend {
         let ours = kernel.as_any().downcast_ref::<EmuKernel>().ok_or_else(foreign)?;
         let mut state = self.state();
         // A permission, as on a GPU: kernels that do not wait by themselves come in plain order.
-        let early = launch.overlap_previous && ours.waits_for_previous;
-        let overlap = self.options.overlap || early;
+        let may = ours.waits_for_previous || self.options.early_without_wait;
+        let overlap = self.options.overlap || launch.overlap_previous && may;
         let options = Options { overlap, ..self.options.clone() };
         let ran = ours.run(launch.grid, launch.args, &mut state.memory, &options);
         let report = ran.map_err(failed)?;
