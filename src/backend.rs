@@ -226,6 +226,12 @@ pub trait Backend: Send + Sync {
     /// The device.
     fn device(&self) -> &DeviceSpec;
 
+    /// What times measured on this device are kept under: the card and its driver. `None` where time means
+    /// nothing, as in the emulator.
+    fn timing_identity(&self) -> Option<String> {
+        None
+    }
+
     /// Allocates device memory, aligned to 256 bytes; its contents are undefined.
     ///
     /// # Errors

@@ -12,11 +12,13 @@
 
 mod memory;
 mod operands;
+mod tuning;
 
 use std::collections::HashMap;
 use std::sync::{Arc, RwLock};
 
 use crate::backend::{self, Backend, Enqueue, Kernel, Launch, Stream};
+use crate::jit::TuneStore;
 use crate::kernel::select::{self, Choice, MAX_ROW_STRIDE_BYTES, step};
 use crate::kernel::{Config, Problem, Rows};
 use crate::weights::{PackedLayout, PackedWeights, WeightFormat};
@@ -92,19 +94,38 @@ struct Slot {
     rows: Rows,
     /// The batch, rounded up to the step that choices distinguish.
     m: u64,
+    /// Whether the kernel may start early: what wins may differ.
+    overlap_previous: bool,
+}
+
+impl Slot {
+    fn new(problem: &Problem, overlap_previous: bool) -> Self {
+        let Problem { format, m, n, k, group, rows } = *problem;
+        Self { format, n, k, group, rows, m: step(m), overlap_previous }
+    }
 }
 
 /// Kernels and products on one backend. See the module's documentation.
 pub struct Gemm {
     backend: Arc<dyn Backend>,
+    /// Measured winners, `None` if they are not asked.
+    tuning: Option<Arc<TuneStore>>,
+    choices: RwLock<HashMap<Slot, Choice>>,
     prepared: RwLock<HashMap<Slot, Prepared>>,
     kernels: RwLock<HashMap<Config, Arc<dyn Kernel>>>,
 }
 
 impl Gemm {
-    /// Products on a backend.
+    /// Products on a backend, by kernels that [`makaira tune`](crate::jit::TuneStore) measured to win, where
+    /// it did, else by those that the cost model prefers.
     pub fn new(backend: Arc<dyn Backend>) -> Self {
-        Self { backend, prepared: RwLock::default(), kernels: RwLock::default() }
+        Self {
+            backend,
+            tuning: Some(TuneStore::of_process()),
+            choices: RwLock::default(),
+            prepared: RwLock::default(),
+            kernels: RwLock::default(),
+        }
     }
 
     /// The backend.
@@ -153,10 +174,11 @@ impl Gemm {
     pub fn workspace(&self, weight: &Weight, max_m: u64) -> Result<Workspace, Error> {
         check_rows(max_m)?;
         let mut needs = (0, 0);
-        for m in steps(max_m) {
+        let orders = [false, true];
+        for (m, overlap_previous) in steps(max_m).flat_map(|m| orders.map(|early| (m, early))) {
             for rows in [Rows::Whole, Rows::Vector, Rows::Element] {
                 let problem = problem(weight, m, rows);
-                let choice = select::choose(&problem, self.backend.device())?;
+                let choice = self.choice(&problem, overlap_previous)?;
                 for plan in select::plans(&choice.config, &problem, choice.stripe) {
                     needs.0 = needs.0.max(plan.scratch_bytes);
                     needs.1 = needs.1.max(plan.num_locks);
@@ -166,7 +188,8 @@ impl Gemm {
         self.workspace_of(needs.0, needs.1)
     }
 
-    /// A workspace of given sizes: bytes of scratch memory and lock words.
+    /// A workspace of given sizes: bytes of scratch memory and lock words. The largest of each over several
+    /// weights' workspaces make one that serves them all.
     ///
     /// # Errors
     /// If memory runs out.
@@ -195,9 +218,11 @@ impl Gemm {
     /// If no kernel takes the weight or compilation fails.
     pub fn prepare(&self, weight: &Weight, max_m: u64) -> Result<(), Error> {
         check_rows(max_m)?;
+        let rows = Rows::of(weight.layout().n, weight.layout().k);
         for m in steps(max_m) {
-            let rows = Rows::of(weight.layout().n, weight.layout().k);
-            self.prepared(&problem(weight, m, rows), None)?;
+            for overlap_previous in [false, true] {
+                self.prepared(&problem(weight, m, rows), overlap_previous, None)?;
+            }
         }
         Ok(())
     }
@@ -232,7 +257,7 @@ impl Gemm {
         let rows = rows_of(layout, a, c)?;
         let problem = problem(weight, m, rows);
         let order = stream.into();
-        let prepared = self.prepared(&problem, Some(order.stream))?;
+        let prepared = self.prepared(&problem, order.overlap_previous, Some(order.stream))?;
         self.launch(&prepared, &problem, a, weight, c, workspace, order)
     }
 
@@ -312,19 +337,17 @@ impl Gemm {
 
     /// The prepared kernel of a problem; chosen and compiled now, for work on `stream` if there is any, if
     /// it was not before.
-    fn prepared(&self, problem: &Problem, stream: Option<Stream>) -> Result<Prepared, Error> {
-        let slot = Slot {
-            format: problem.format,
-            n: problem.n,
-            k: problem.k,
-            group: problem.group,
-            rows: problem.rows,
-            m: step(problem.m),
-        };
+    fn prepared(
+        &self,
+        problem: &Problem,
+        overlap_previous: bool,
+        stream: Option<Stream>,
+    ) -> Result<Prepared, Error> {
+        let slot = Slot::new(problem, overlap_previous);
         if let Some(prepared) = self.prepared.read().expect("no panic holds it").get(&slot) {
             return Ok(prepared.clone());
         }
-        let choice = select::choose(problem, self.backend.device())?;
+        let choice = self.choice(problem, overlap_previous)?;
         let prepared = Prepared { choice, kernel: self.kernel(&choice.config, stream)? };
         let mut table = self.prepared.write().expect("no panic holds it");
         Ok(table.entry(slot).or_insert(prepared).clone())

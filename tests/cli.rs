@@ -372,7 +372,7 @@ fn a_closed_pipe_is_no_failure() {
 fn help_names_every_command() {
     let help = line("--help");
     assert_eq!(help.code, 0);
-    for command in ["demo", "run", "ptx", "explain", "bench", "doctor", "cache"] {
+    for command in ["demo", "run", "ptx", "explain", "bench", "tune", "doctor", "cache"] {
         assert!(help.stdout.contains(&format!("\n  {command} ")), "{command}\n{}", help.stdout);
     }
 }

@@ -99,6 +99,12 @@ impl Module {
         })
     }
 
+    /// Whether the kernel waits for the one before it, whatever its data, so that it may start early.
+    pub fn waits_for_previous(&self) -> bool {
+        self.nodes()
+            .any(|node| node.guard.is_none() && node.inst.row().method == "griddepcontrol_wait")
+    }
+
     /// Registers with which a thread enters the kernel, if the assembler takes all that `.reqntid` and
     /// `.minnctapersm` leave it, as it does for kernels that change the number later (`setmaxnreg`).
     pub fn entry_regs(&self) -> u32 {

@@ -61,6 +61,16 @@ impl Workspace {
         Ok(())
     }
 
+    /// Bytes of scratch memory.
+    pub fn scratch_bytes(&self) -> u64 {
+        self.scratch_bytes
+    }
+
+    /// Lock words.
+    pub fn num_locks(&self) -> u64 {
+        self.num_locks
+    }
+
     /// Address of the lock words, if there are any.
     pub fn locks_ptr(&self) -> Option<DevicePtr> {
         self.locks

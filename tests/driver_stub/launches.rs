@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::{fs, thread};
 
 use makaira::driver::{
-    Args, Context, Cubin, Device, DeviceBuffer, DevicePtr, Error, JitOptions, LaunchAttrs,
-    LaunchShape, Module, Stream, StreamRef, TensorMap, TiledMatrix,
+    Args, CaptureMode, Context, Cubin, Device, DeviceBuffer, DevicePtr, Error, JitOptions,
+    LaunchAttrs, LaunchShape, Module, Stream, StreamRef, TensorMap, TiledMatrix,
 };
 
 use crate::build::stub;
@@ -242,4 +242,28 @@ fn attributes_reach_the_launch() {
     ];
     assert_eq!(lines.lines().collect::<Vec<_>>(), expected);
     assert_eq!(launch(3, Some(2), false).expect_err("no whole clusters").code(), Some(912));
+}
+
+/// A captured early launch keeps its edge.
+#[test]
+fn graphs_know_which_launches_are_early() {
+    let Some(driver) = open(stub("edges", &["full"], &[])) else { return };
+    let context = context(driver, 0);
+    let stream = Stream::new(&context).expect("a stream");
+    let (src, dst) = two_buffers(&context);
+    let function = add_one(&context);
+    let capture = |early: &[bool]| {
+        let graph = stream.capture(CaptureMode::Relaxed, |stream| {
+            early.iter().try_for_each(|overlap_previous| {
+                let overlap_previous = *overlap_previous;
+                let attrs = LaunchAttrs { overlap_previous, ..LaunchAttrs::default() };
+                let shape = LaunchShape::linear(1, 64, 0);
+                function.launch_with(stream, &shape, &attrs, &args(&dst, &src))
+            })
+        });
+        graph.expect("a capture").num_programmatic_edges().expect("a count")
+    };
+    assert_eq!(capture(&[]), 0);
+    assert_eq!(capture(&[true]), 0);
+    assert_eq!(capture(&[false, true, true, false, true]), 3);
 }

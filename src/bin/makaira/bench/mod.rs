@@ -9,15 +9,15 @@ mod ceiling;
 mod cells;
 mod chain;
 mod fill;
-mod layer;
+pub mod layer;
 mod model;
-mod operands;
+pub mod operands;
 mod plan;
 mod plot;
 mod reader;
-mod reference;
+pub mod reference;
 mod report;
-mod timer;
+pub mod timer;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -151,30 +151,11 @@ impl<'a> Session<'a> {
         self.gpu.context().info().to_string()
     }
 
-    /// Compiles the kernels of all choices, several at a time.
+    /// Compiles the kernels of all choices and says how many there are.
     fn compile<'c>(&self, choices: impl Iterator<Item = &'c Choice>) {
-        let mut unique: Vec<&Choice> = Vec::new();
-        for choice in choices {
-            if unique.iter().all(|known| known.config != choice.config) {
-                unique.push(choice);
-            }
-        }
         let start = Instant::now();
-        let next = AtomicUsize::new(0);
-        let compile = || {
-            while let Some(choice) = unique.get(next.fetch_add(1, Ordering::Relaxed)) {
-                // A failure comes again, and is reported, when the kernel is wanted.
-                if let Err(error) = self.gemm.prepare_choice(**choice) {
-                    log::debug!("{}: {error}", choice.config);
-                }
-            }
-        };
-        std::thread::scope(|scope| {
-            for _ in 0..default_threads().min(unique.len()) {
-                scope.spawn(compile);
-            }
-        });
-        println!("{} kernels loaded in {:.1} s", unique.len(), start.elapsed().as_secs_f64());
+        let count = load_all(&self.gemm, choices);
+        println!("{count} kernels loaded in {:.1} s", start.elapsed().as_secs_f64());
     }
 
     /// Writes the file of `--json`, if it was asked for.
@@ -187,9 +168,34 @@ impl<'a> Session<'a> {
     }
 }
 
+/// Compiles the kernels of all choices, several at a time; says how many there are.
+pub fn load_all<'c>(gemm: &Gemm, choices: impl Iterator<Item = &'c Choice>) -> usize {
+    let mut unique: Vec<&Choice> = Vec::new();
+    for choice in choices {
+        if unique.iter().all(|known| known.config != choice.config) {
+            unique.push(choice);
+        }
+    }
+    let next = AtomicUsize::new(0);
+    let compile = || {
+        while let Some(choice) = unique.get(next.fetch_add(1, Ordering::Relaxed)) {
+            // A failure comes again, and is reported, when the kernel is wanted.
+            if let Err(error) = gemm.prepare_choice(**choice) {
+                log::debug!("{}: {error}", choice.config);
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..default_threads().min(unique.len()) {
+            scope.spawn(compile);
+        }
+    });
+    unique.len()
+}
+
 /// The largest relative error that is rounding: one rounding to fp16 is 2.1e-4, scaled fragments round once
 /// more, and the in-place reduction rounds once per participant.
-fn error_limit(prepared: &Prepared) -> f64 {
+pub fn error_limit(prepared: &Prepared) -> f64 {
     match prepared.choice.config.reduction {
         Reduction::F32 => 5e-4,
         Reduction::F16InPlace => 2e-3,
@@ -197,6 +203,6 @@ fn error_limit(prepared: &Prepared) -> f64 {
 }
 
 /// Work on a stream: early, or in plain order.
-fn in_order(stream: Stream, early: bool) -> Enqueue {
+pub fn in_order(stream: Stream, early: bool) -> Enqueue {
     Enqueue { overlap_previous: early, ..stream.into() }
 }
