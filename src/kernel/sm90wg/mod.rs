@@ -262,11 +262,11 @@ pub fn build(config: &Config, _target: SmArch) -> Module {
     });
     a.section("barriers", |a| wg.emit_barriers(a));
     let (stripe, segment) = a.section("stripe", |a| emit_stripe(a, &params));
-    let supply = a.section("supply", |a| Supply::new(a, &wg, &stripe));
-    a.section("supply", |a| {
-        supply.emit_point(a, &segment);
+    let supply = a.section("supply", |a| {
+        let supply = Supply::new(a, &wg);
         a.bar_sync(0);
-        supply.emit_fill(a, true);
+        supply.emit_fill(a);
+        supply
     });
     wg.emit_consume(&mut a, &stripe, &segment, &supply);
     a.exit();
