@@ -43,7 +43,8 @@ isa! {
     /// Orders this thread's accesses to shared memory before later ones of the asynchronous proxy.
     fence_proxy_async_shared_cta = FenceProxyAsyncSharedCta {}
         "fence.proxy.async.shared::cta;", ptx(8, 0, 90), Lane, Sync, |m, _l, _i| { m.unmodelled()?; }
-    /// The address of an entry parameter that is passed as bytes: a tensor map.
-    mov_b64_param = MovB64Param { d: Out<B64>, p: ParamAddr }
-        "mov.b64 {d}, {p};", ptx(7, 0, 70), Lane, Pure, |m, _l, _i| { m.unmodelled()?; }
+    /// The generic address of an entry parameter that is passed as bytes: a tensor map. (`mov` gives its place
+    /// in the parameter space, which is no address that copies take.)
+    cvta_param_u64 = CvtaParamU64 { d: Out<B64>, p: ParamAddr }
+        "cvta.param.u64 {d}, {p};", ptx(7, 7, 70), Lane, Pure, |m, _l, _i| { m.unmodelled()?; }
 }
