@@ -18,7 +18,9 @@ mod tests;
 pub use report::{Diagnostic, Diagnostics, Rule, Site};
 
 use super::builder::{Item, Node};
-use super::isa::{Effect, Inst, TargetSet, alu::Alu, async_copy::CopyAsync, sync::Sync};
+use super::isa::{
+    Effect, Inst, TargetSet, alu::Alu, async_copy::CopyAsync, bulk::Bulk, sync::Sync,
+};
 use super::module::Module;
 use super::reg::{In, Label, Role};
 use super::types::Class;
@@ -304,7 +306,11 @@ impl Checker<'_> {
             }
         }
         if let Some(param) = node.inst.param() {
-            let width = destination.map_or(0, class_bytes);
+            // The address of a parameter is taken of those that have no width of their own.
+            let width = match node.inst {
+                Inst::Bulk(Bulk::CvtaParamU64(_)) => 128,
+                _ => destination.map_or(0, class_bytes),
+            };
             if entry.params.get(param.index as usize) != Some(&param) {
                 let what = format!("parameter {} is none of this entry", param.name);
                 self.report(Rule::Param, n, what);
