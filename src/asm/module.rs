@@ -1,6 +1,8 @@
 //! A finished program: target, entry, parameters, registers and shared-memory plan.
 
 use super::builder::{Item, Node};
+use super::isa::Inst;
+use super::isa::cluster::Cluster;
 use super::reg::{Param, Region};
 use super::types::Class;
 use crate::target::{PtxIsa, SmArch};
@@ -97,6 +99,14 @@ impl Module {
             Item::Inst(node) => Some(node),
             _ => None,
         })
+    }
+
+    /// Whether the kernel waits for the one before it (`griddepcontrol.wait`), so that it may start early. One
+    /// that does not is launched in plain order whatever the caller permits.
+    pub fn waits_for_previous(&self) -> bool {
+        let is_wait =
+            |node: &Node| matches!(node.inst, Inst::Cluster(Cluster::GriddepcontrolWait(_)));
+        self.nodes().any(|node| node.guard.is_none() && is_wait(node))
     }
 
     /// The lowest PTX ISA version with every used form and the target.

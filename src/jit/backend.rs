@@ -124,13 +124,6 @@ impl Kernel for GpuKernel {
     }
 }
 
-/// Whether a kernel waits for the one before it, whatever its data.
-fn waits_for_previous(module: &Module) -> bool {
-    module
-        .nodes()
-        .any(|node| node.guard.is_none() && node.inst.row().method == "griddepcontrol_wait")
-}
-
 /// One GPU.
 pub struct GpuBackend {
     context: Context,
@@ -264,7 +257,7 @@ impl GpuBackend {
             smem_bytes,
             cluster: module.entry.cluster,
             max_active_clusters,
-            waits_for_previous: waits_for_previous(module),
+            waits_for_previous: module.waits_for_previous(),
         }))
     }
 }
