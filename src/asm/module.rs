@@ -102,11 +102,10 @@ impl Module {
     }
 
     /// Whether the kernel waits for the one before it (`griddepcontrol.wait`), so that it may start early. One
-    /// that does not is launched in plain order whatever the caller permits.
+    /// that does not is launched in plain order whatever the caller permits. That every CTA waits, before it
+    /// touches anything that the kernel before may touch, is for the emulator to find out.
     pub fn waits_for_previous(&self) -> bool {
-        let is_wait =
-            |node: &Node| matches!(node.inst, Inst::Cluster(Cluster::GriddepcontrolWait(_)));
-        self.nodes().any(|node| node.guard.is_none() && is_wait(node))
+        self.nodes().any(|node| matches!(node.inst, Inst::Cluster(Cluster::GriddepcontrolWait(_))))
     }
 
     /// The lowest PTX ISA version with every used form and the target.
