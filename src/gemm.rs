@@ -327,7 +327,9 @@ impl Gemm {
                 });
             }
             let args = arguments(&plan, &config, problem, a, weight, c, workspace);
-            let launch = Launch { grid: plan.grid, args: &args.list(), stream, overlap_previous };
+            let mut list = args.list().to_vec();
+            list.extend(select::family_of(&config).extra_arguments(&config, &args));
+            let launch = Launch { grid: plan.grid, args: &list, stream, overlap_previous };
             self.backend.launch(&*prepared.kernel, &launch)?;
         }
         Ok(())

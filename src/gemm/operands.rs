@@ -65,7 +65,7 @@ pub(super) fn arguments(
 ) -> Arguments {
     let layout = weight.layout();
     let k_tiles = layout.num_k_tiles() as u32;
-    let num_tiles = problem.n.div_ceil(config.tile_n);
+    let num_tiles = select::num_tiles(config, problem, plan.num_rows.into());
     let [(k_tiles_magic, k_tiles_shift), (stripe_magic, stripe_shift)] =
         select::magics(problem, plan.stripe);
     let at = |matrix: Matrix| matrix.ptr.0 + 2 * matrix.stride * plan.first_row;
@@ -83,7 +83,7 @@ pub(super) fn arguments(
         c_stride_bytes: (2 * c.stride) as u32,
         num_chunk_columns: (layout.n_padded / crate::weights::CHUNK_CHANNELS) as u32,
         k_tiles,
-        num_runs: num_tiles * k_tiles,
+        num_runs: num_tiles as u32 * k_tiles,
         stripe: plan.stripe,
         k_tiles_magic,
         k_tiles_shift,

@@ -1,9 +1,10 @@
 //! Cells: one layer, one batch, one configuration at a time.
 //!
 //! For each shape a random layer is made, packed and copied to the device often enough that no copy is in
-//! L2 when its turn comes. For each batch the chosen configuration (or those of a sweep) computes a product
-//! that is checked against f64 before it is timed and after, in plain order and with early launch; both
-//! orders must give the same bits. The read ceiling, measured on the same bytes, stands beside it.
+//! L2 when its turn comes. For each batch the configurations that the library takes in plain order and with
+//! early launch (or those of a sweep) compute a product that is checked against f64 before it is timed and
+//! after; a configuration must give the same bits in both orders. The read ceiling, measured on the same
+//! bytes, stands beside it.
 
 use std::time::Instant;
 
@@ -17,11 +18,12 @@ use makaira::weights::Group;
 use super::ceiling::{self, Ceiling};
 use super::layer::{self, Layer, Shape};
 use super::operands::{Checked, Operands};
+use super::plan::{self, Pair};
 use super::reader;
 use super::reference::Reference;
 use super::report::{self, Others, Row};
 use super::timer::Timing;
-use super::{CELL_MS, Session, error_limit, in_order, plan, plot};
+use super::{CELL_MS, Session, error_limit, in_order, plot};
 
 /// Measures all cells.
 ///
@@ -48,9 +50,10 @@ pub fn run(session: Session<'_>) -> anyhow::Result<()> {
         session,
     };
     // All kernels at once: the last shape's compile while the first one's would wait.
-    let choices: Vec<Vec<(u64, Vec<Choice>)>> =
+    let choices: Vec<Vec<(u64, Vec<Pair>)>> =
         shapes.iter().map(|shape| cells.choices(shape)).collect::<Result<_, _>>()?;
-    cells.session.compile(choices.iter().flatten().flat_map(|(_, choices)| choices));
+    let pairs = choices.iter().flatten().flat_map(|(_, pairs)| pairs);
+    cells.session.compile(pairs.flat_map(Pair::choices));
     for (shape, choices) in shapes.iter().zip(&choices) {
         cells.shape(shape, choices)?;
     }
@@ -81,7 +84,7 @@ struct Cell<'a> {
 }
 
 impl Cells<'_> {
-    fn shape(&mut self, shape: &Shape, choices: &[(u64, Vec<Choice>)]) -> anyhow::Result<()> {
+    fn shape(&mut self, shape: &Shape, choices: &[(u64, Vec<Pair>)]) -> anyhow::Result<()> {
         let start = Instant::now();
         let args = self.session.args;
         let group = Group::new(shape.k, args.group)?;
@@ -113,39 +116,45 @@ impl Cells<'_> {
         let cell =
             Cell { shape, operands: &operands, reference: &reference, ceiling, weight_bytes };
         println!("{}", report::HEADING);
-        for (m, choices) in choices {
-            self.batch(&cell, &shape.problem(*m, group), choices)?;
+        for (m, pairs) in choices {
+            self.batch(&cell, &shape.problem(*m, group), pairs)?;
         }
         Ok(())
     }
 
     /// What is measured for each batch.
-    fn choices(&self, shape: &Shape) -> anyhow::Result<Vec<(u64, Vec<Choice>)>> {
+    fn choices(&self, shape: &Shape) -> anyhow::Result<Vec<(u64, Vec<Pair>)>> {
         let (args, device) = (self.session.args, self.session.gpu.device());
         let group = Group::new(shape.k, args.group)?;
         let of = |m: u64| {
             let problem = shape.problem(m, group);
-            let choices = match args.sweep {
+            let pairs = match args.sweep {
                 Some(sweep) => {
                     let per_config = args.per_config as usize;
-                    plan::sweep(&problem, device, sweep, per_config, &self.fragments)?
+                    let choices =
+                        plan::sweep(&problem, device, sweep, per_config, &self.fragments)?;
+                    choices.into_iter().map(Pair::both).collect()
                 }
-                None if args.config.is_empty() => vec![select::choose(&problem, device)?],
-                None => args.config.iter().map(|c| c.choice(&problem, device)).collect(),
+                None if args.config.is_empty() => {
+                    vec![Pair::of(|early| self.session.gemm.choice(&problem, early))?]
+                }
+                None => {
+                    let forced = args.config.iter().map(|c| c.choice(&problem, device));
+                    forced.map(Pair::both).collect()
+                }
             };
-            anyhow::Ok((m, choices))
+            anyhow::Ok((m, pairs))
         };
         self.ms.iter().map(|m| of(*m)).collect()
     }
 
     /// Measures the choices for one batch; prints them sorted by time.
-    fn batch(&mut self, cell: &Cell, problem: &Problem, choices: &[Choice]) -> anyhow::Result<()> {
+    fn batch(&mut self, cell: &Cell, problem: &Problem, pairs: &[Pair]) -> anyhow::Result<()> {
         let mut rows = Vec::new();
-        for choice in choices {
-            let what =
-                format!("{} m={} {}:{}", cell.shape.name, problem.m, choice.config, choice.stripe);
-            let watched =
-                self.session.watchdog.watch(&what, || self.measure(cell, problem, *choice));
+        for pair in pairs {
+            let what = format!("{} m={} {pair}", cell.shape.name, problem.m);
+            let measure = || self.measure(cell, problem, pair);
+            let watched = self.session.watchdog.watch(&what, measure);
             rows.push(watched.with_context(|| what)?);
         }
         rows.sort_by(|a, b| a.us().total_cmp(&b.us()));
@@ -158,53 +167,80 @@ impl Cells<'_> {
         self.session.write_json("rows", json.collect())
     }
 
-    fn measure(&self, cell: &Cell, problem: &Problem, choice: Choice) -> anyhow::Result<Row> {
-        let gemm = &self.session.gemm;
-        let problem = &Problem { rows: choice.config.rows, ..*problem };
-        let mut row = Row::new(cell.shape, problem.m, cell.weight_bytes, choice);
+    fn measure(&self, cell: &Cell, problem: &Problem, pair: &Pair) -> anyhow::Result<Row> {
+        let args = self.session.args;
+        let mut row = Row::new(cell.shape, problem.m, cell.weight_bytes, *pair);
         row.ceiling = cell.ceiling.clone();
-        let prepared = match gemm.prepare_choice(choice) {
-            Ok(prepared) => prepared,
-            // The card is as it was: the other configurations can go on.
-            Err(error) => {
-                row.answer = Err(format!("{:#}", anyhow::Error::from(error)));
-                return Ok(row);
-            }
+        // If one does not load the card is as it was: the other configurations can go on.
+        let load = |choice| {
+            let subject = self.subject(cell, problem, choice);
+            subject.map_err(|error| format!("{:#}", anyhow::Error::from(error)))
         };
-        (row.num_regs, row.local_bytes) =
-            (prepared.kernel.num_regs(), prepared.kernel.local_bytes());
-        let mut needs = (0, 0);
-        for plan in select::plans(&choice.config, problem, choice.stripe) {
-            row.grid = plan.grid;
-            needs = (needs.0.max(plan.scratch_bytes), needs.1.max(plan.num_locks));
-        }
-        let workspace = gemm.workspace_of(needs.0, needs.1)?;
-        let subject = Subject { cell, problem, prepared, workspace };
-        let plain = self.order(&subject, false)?;
+        let subject = match load(pair.plain) {
+            Ok(subject) => subject,
+            Err(why) => return Ok(Row { answer: Err(why), ..row }),
+        };
+        row.grid = subject.grid;
+        let kernel = &subject.prepared.kernel;
+        (row.num_regs, row.local_bytes) = (kernel.num_regs(), kernel.local_bytes());
+        let plain = self.order(&subject, false, !args.check_only)?;
         row.answer = plain.answer.clone().map(|checked| checked.error);
         row.timing = plain.timing;
-        if row.answer.is_ok() && !self.session.args.no_early {
-            let early = self.order(&subject, true)?;
-            row.early = early.timing;
-            match (plain.answer, early.answer) {
-                (Ok(plain), Ok(early)) if plain.bits == early.bits => {}
-                (_, Ok(_)) => row.answer = Err("early launch changes bits".to_owned()),
-                (_, Err(why)) => row.answer = Err(format!("early launch: {why}")),
-            }
+        let Ok(plain) = plain.answer else { return Ok(row) };
+        if args.no_early {
+            return Ok(row);
         }
-        if let (Ok(_), Some(locks)) = (&row.answer, subject.workspace.locks_ptr()) {
-            let mut bytes = vec![0; 4 * needs.1 as usize];
-            self.session.gpu.download(locks, &mut bytes)?;
-            if bytes.iter().any(|byte| *byte != 0) {
-                row.answer = Err("locks are not zero afterwards".to_owned());
+        let early = if pair.is_one() {
+            self.early(&subject, plain)?
+        } else {
+            match load(pair.early) {
+                Ok(subject) => match self.order(&subject, false, false)?.answer {
+                    Ok(plain) => self.early(&subject, plain)?,
+                    Err(why) => Order { answer: Err(why), timing: None },
+                },
+                Err(why) => Order { answer: Err(why), timing: None },
             }
+        };
+        row.early = early.timing;
+        if let Err(why) = early.answer {
+            row.answer = Err(format!("early launch: {why}"));
         }
         Ok(row)
     }
 
-    /// One launch order: the answer of the first launches, the time, the answer that the timed ones left.
-    fn order(&self, subject: &Subject<'_>, early: bool) -> anyhow::Result<Order> {
-        let Subject { cell, problem, prepared, workspace } = subject;
+    /// A configuration with all that its launches need.
+    fn subject<'c>(
+        &self,
+        cell: &'c Cell<'c>,
+        problem: &Problem,
+        choice: Choice,
+    ) -> Result<Subject<'c>, makaira::gemm::Error> {
+        let gemm = &self.session.gemm;
+        let problem = Problem { rows: choice.config.rows, ..*problem };
+        let prepared = gemm.prepare_choice(choice)?;
+        let (mut grid, mut needs) = ([0; 2], (0, 0));
+        for plan in select::plans(&choice.config, &problem, choice.stripe) {
+            grid = plan.grid;
+            needs = (needs.0.max(plan.scratch_bytes), needs.1.max(plan.num_locks));
+        }
+        let workspace = gemm.workspace_of(needs.0, needs.1)?;
+        Ok(Subject { cell, problem, prepared, grid, workspace, num_locks: needs.1 as usize })
+    }
+
+    /// Early launch of a subject whose answer in plain order is `plain`.
+    fn early(&self, subject: &Subject<'_>, plain: Checked) -> anyhow::Result<Order> {
+        let early = self.order(subject, true, !self.session.args.check_only)?;
+        let answer = early.answer.and_then(|early| match early.bits == plain.bits {
+            true => Ok(early),
+            false => Err("other bits than in plain order".to_owned()),
+        });
+        Ok(Order { answer, ..early })
+    }
+
+    /// One launch order: the answer of the first launches and, if `timed`, the time and the answer that
+    /// the timed launches left.
+    fn order(&self, subject: &Subject<'_>, early: bool, timed: bool) -> anyhow::Result<Order> {
+        let Subject { cell, problem, prepared, workspace, .. } = subject;
         let launch = |idx: usize, stream: Stream| {
             let (a, c) = (cell.operands.a(), cell.operands.c());
             let weight = cell.operands.weight(idx);
@@ -213,12 +249,20 @@ impl Cells<'_> {
             anyhow::Ok(())
         };
         let m = problem.m as usize;
-        let check = || cell.operands.check(m, cell.reference, error_limit(prepared));
+        let limit = error_limit(prepared);
+        let check = || {
+            let answer = cell.operands.check(m, cell.reference, limit)?;
+            let locks_are_zero = self.locks_are_zero(subject)?;
+            anyhow::Ok(answer.and_then(|checked| match locks_are_zero {
+                true => Ok(checked),
+                false => Err("locks are not zero afterwards".to_owned()),
+            }))
+        };
         cell.operands.poison(m)?;
         // The second and third overlap their predecessors.
         self.session.timer.run(if early { 3 } else { 1 }, &launch)?;
         let mut order = Order { answer: check()?, timing: None };
-        if let (Ok(first), false) = (&order.answer, self.session.args.check_only) {
+        if let (Ok(first), true) = (&order.answer, timed) {
             let first = first.bits;
             cell.operands.poison(m)?;
             order.timing = Some(self.session.timer.time(&launch)?);
@@ -229,14 +273,23 @@ impl Cells<'_> {
         }
         Ok(order)
     }
+
+    fn locks_are_zero(&self, subject: &Subject<'_>) -> anyhow::Result<bool> {
+        let Some(locks) = subject.workspace.locks_ptr() else { return Ok(true) };
+        let mut bytes = vec![0; 4 * subject.num_locks];
+        self.session.gpu.download(locks, &mut bytes)?;
+        Ok(bytes.iter().all(|byte| *byte == 0))
+    }
 }
 
-/// What is measured in both orders.
+/// A configuration that is measured.
 struct Subject<'a> {
     cell: &'a Cell<'a>,
-    problem: &'a Problem,
+    problem: Problem,
     prepared: Prepared,
+    grid: [u32; 2],
     workspace: Workspace,
+    num_locks: usize,
 }
 
 /// What came out in one order.

@@ -200,6 +200,7 @@ mod tests {
 
     use super::super::ceiling::Ceiling;
     use super::super::layer::Shape;
+    use super::super::plan::Pair;
     use super::super::reader::variants;
     use super::super::timer::Timing;
     use super::*;
@@ -215,7 +216,7 @@ mod tests {
                 let choice = select::choose(&problem, backend.device()).expect("there is a kernel");
                 let read = 3.0 + 5.0 * idx as f64;
                 let variant = variants(backend.device().arch)[0];
-                let mut row = Row::new(&shape, m, 1, choice);
+                let mut row = Row::new(&shape, m, 1, Pair::both(choice));
                 row.answer = Ok(2e-4);
                 row.timing = Some(timing(read * 1.4 + m as f64 / 16.0));
                 row.early = Some(timing(read * 1.2 + m as f64 / 16.0));

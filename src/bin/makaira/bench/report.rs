@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 
 use super::ceiling::Ceiling;
 use super::layer::Shape;
+use super::plan::Pair;
 use super::timer::Timing;
 
 /// Peers that the table compares with: their names in `benches/peers.json`.
@@ -33,9 +34,9 @@ pub struct Row {
     pub m: u64,
     /// Bytes of codes and scales.
     pub weight_bytes: usize,
-    /// Configuration, stripe length, prediction.
-    pub choice: Choice,
-    /// CTAs.
+    /// Configurations, stripe lengths, predictions.
+    pub pair: Pair,
+    /// CTAs, in plain order like what follows.
     pub grid: [u32; 2],
     /// Registers per thread.
     pub num_regs: Option<u32>,
@@ -97,12 +98,12 @@ impl Others {
 
 impl Row {
     /// A row of which nothing is measured yet.
-    pub fn new(shape: &Shape, m: u64, weight_bytes: usize, choice: Choice) -> Self {
+    pub fn new(shape: &Shape, m: u64, weight_bytes: usize, pair: Pair) -> Self {
         Self {
             shape: shape.clone(),
             m,
             weight_bytes,
-            choice,
+            pair,
             grid: [0; 2],
             num_regs: None,
             local_bytes: None,
@@ -111,11 +112,6 @@ impl Row {
             early: None,
             ceiling: None,
         }
-    }
-
-    /// `NAME:STRIPE`.
-    pub fn name(&self) -> String {
-        format!("{}:{}", self.choice.config, self.choice.stripe)
     }
 
     /// Time in plain order, or infinity, for sorting.
@@ -135,13 +131,15 @@ impl Row {
 
     /// The row as JSON, with the times of others.
     pub fn json(&self, peers: &Others, fp16: &Others) -> Value {
-        let Choice { config, stripe, cost } = self.choice;
+        let Choice { config, stripe, cost } = self.pair.plain;
         let best = peers.best(&self.shape.name, self.m);
         let early = self.early;
         json!({
             "shape": self.shape.name, "n": self.shape.n, "k": self.shape.k, "m": self.m,
             "weight_bytes": self.weight_bytes,
             "config": config.to_string(), "stripe": stripe, "grid": self.grid,
+            "early_config": self.pair.early.config.to_string(),
+            "early_stripe": self.pair.early.stripe,
             "regs": self.num_regs, "local_bytes": self.local_bytes,
             "predicted": {
                 "total_us": cost.total_us, "memory_us": cost.memory_us,
@@ -189,7 +187,7 @@ pub const HEADING: &str = "shape          M       us  ±% ceil    early  ±% cei
 
 /// One row of the table.
 pub fn line(row: &Row, peers: &Others, fp16: &Others) -> String {
-    let Row { shape, m, choice, early, .. } = row;
+    let Row { shape, m, pair, early, .. } = row;
     let us = row.timing.map(|timing| timing.mean());
     let over = |other: Option<f64>| other.zip(us).map(|(other, us)| other / us);
     let peer = peers.best(&shape.name, *m);
@@ -211,7 +209,7 @@ pub fn line(row: &Row, peers: &Others, fp16: &Others) -> String {
         cell(over(peers.us(&shape.name, *m, "prototype")), 7, 2),
         cell(over(peer.map(|peer| peer.0)), 6, 2),
         format!("{:<14}", peer.map_or(String::new(), |(us, name)| format!("{name} {us:.1}"))),
-        cell(Some(choice.cost.total_us), 7, 1),
+        cell(Some(pair.plain.cost.total_us), 7, 1),
         match &row.answer {
             Ok(error) => format!("{error:<7.1e}"),
             Err(_) => "WRONG  ".to_owned(),
@@ -219,7 +217,7 @@ pub fn line(row: &Row, peers: &Others, fp16: &Others) -> String {
         cell(row.num_regs.map(f64::from), 4, 0),
     ];
     let mut line = parts.join(" ");
-    write!(line, "  {}", row.name()).expect("a string takes everything");
+    write!(line, "  {pair}").expect("a string takes everything");
     if let Some(bytes) = row.local_bytes.filter(|bytes| *bytes > 0) {
         write!(line, "  {bytes} B local").expect("a string takes everything");
     }
@@ -249,7 +247,7 @@ mod tests {
         let readers =
             readers.zip(1..).map(|(variant, idx)| (variant, timing(9.0 / f64::from(idx))));
         let readers: Vec<_> = readers.collect();
-        let mut row = Row::new(&shape, m, 8_650_752, choice);
+        let mut row = Row::new(&shape, m, 8_650_752, Pair::both(choice));
         row.answer = Ok(2.1e-4);
         row.timing = Some(timing(6.0));
         row.early = Some(timing(4.0));

@@ -13,6 +13,7 @@ use super::super::fill::{Filler, Pattern};
 use super::super::layer::{Random, random_activations};
 use super::super::model::Model;
 use super::super::operands::hash;
+use super::super::plan::Pair;
 use super::super::reference::{dot, sample};
 use super::super::{error_limit, in_order};
 
@@ -90,9 +91,12 @@ impl Chain {
     }
 
     /// The configurations of one layer's products.
-    pub fn choices(&self, m: u64) -> anyhow::Result<Vec<Choice>> {
+    ///
+    /// # Errors
+    /// If no kernel takes one of them.
+    pub fn choices(&self, gemm: &Gemm, m: u64) -> anyhow::Result<Vec<Pair>> {
         let of =
-            |layout: &PackedLayout| Ok(select::choose(&problem(layout, m), self.backend.device())?);
+            |layout: &PackedLayout| Ok(Pair::of(|early| gemm.choice(&problem(layout, m), early))?);
         self.layouts.iter().map(of).collect()
     }
 
@@ -251,10 +255,11 @@ mod tests {
     }
 
     fn chain_on(backend: Arc<dyn Backend>, text: &str, seed: u64) -> (Gemm, Chain, Kernels) {
-        let gemm = Gemm::new(backend);
+        let gemm = Gemm::new(backend).without_tuning();
         let model: Model = text.parse().expect("a model");
         let chain = Chain::new(&gemm, &model, 128, M + 2, &mut Random(seed)).expect("fits");
-        let choices = chain.choices(M).expect("there are kernels");
+        let pairs = chain.choices(&gemm, M).expect("there are kernels");
+        let choices: Vec<Choice> = pairs.iter().map(|pair| pair.plain).collect();
         let kernels = chain.kernels(&gemm, M, &choices).expect("they load");
         (gemm, chain, kernels)
     }

@@ -16,9 +16,10 @@ use makaira::kernel::select::Choice;
 use makaira::weights::PackedLayout;
 
 use super::ceiling::{self, Ceiling};
+use super::plan::Pair;
 use super::report::Others;
 use super::{CHAIN_MS, Session, reader};
-use device::Chain;
+use device::{Chain, Kernels};
 use outcome::Outcome;
 
 /// Measures all chains.
@@ -42,9 +43,9 @@ pub fn run(mut session: Session<'_>) -> anyhow::Result<()> {
         );
         let skip_ceilings = args.no_ceiling || args.check_only;
         let ceilings = if skip_ceilings { None } else { Some(ceilings(&session, &chain)?) };
-        let choices: Vec<Vec<Choice>> =
-            ms.iter().map(|m| chain.choices(*m)).collect::<Result<_, _>>()?;
-        session.compile(choices.iter().flatten());
+        let pairs = |m: &u64| chain.choices(&session.gemm, *m);
+        let choices: Vec<Vec<Pair>> = ms.iter().map(pairs).collect::<Result<_, _>>()?;
+        session.compile(choices.iter().flatten().flat_map(Pair::choices));
         println!("{}", outcome::HEADING);
         for (m, choices) in ms.iter().zip(choices) {
             let what = format!("the chain {} at m={m}", model.name);
@@ -79,28 +80,32 @@ fn measure(
     session: &Session<'_>,
     chain: &Chain,
     m: u64,
-    choices: &[Choice],
+    pairs: &[Pair],
     ceilings: Option<&[Ceiling]>,
 ) -> anyhow::Result<Outcome> {
-    let kernels = chain.kernels(&session.gemm, m, choices)?;
     let num_launches = chain.model.num_launches();
-    let order = |early: bool| {
-        let launch = |idx, stream| chain.launch(&session.gemm, &kernels, idx, early, stream);
+    let order = |kernels: &Kernels, early: bool, timed: bool| {
+        let launch = |idx, stream| chain.launch(&session.gemm, kernels, idx, early, stream);
         chain.poison(m)?;
-        let timing = if session.args.check_only {
+        let timing = if timed {
+            Some(session.timer.time_graph(num_launches, &launch)?)
+        } else {
             session.timer.run(num_launches, &launch)?;
             None
-        } else {
-            Some(session.timer.time_graph(num_launches, &launch)?)
         };
-        anyhow::Ok((chain.look(&kernels)?, timing))
+        anyhow::Ok((chain.look(kernels)?, timing))
+    };
+    let timed = !session.args.check_only;
+    let kernels = |pick: fn(&Pair) -> Choice| {
+        let choices: Vec<Choice> = pairs.iter().map(pick).collect();
+        chain.kernels(&session.gemm, m, &choices)
     };
     let mut outcome = Outcome {
         name: chain.model.name.clone(),
         m,
         num_launches,
         weight_bytes: chain.weight_bytes(),
-        configs: choices.iter().map(|c| format!("{}:{}", c.config, c.stripe)).collect(),
+        configs: pairs.iter().map(Pair::to_string).collect(),
         answer: Err(String::new()),
         timing: None,
         early: None,
@@ -108,16 +113,25 @@ fn measure(
             ceilings.iter().map(Ceiling::us).sum::<f64>() * chain.model.num_layers as f64
         }),
     };
-    (outcome.answer, outcome.timing) = order(false)?;
-    if !session.args.no_early {
-        let (answer, timing) = order(true)?;
-        outcome.early = timing;
-        match (&outcome.answer, answer) {
-            (Ok(plain), Ok(early)) if plain.bits == early.bits => {}
-            (Ok(_), Ok(_)) => outcome.answer = Err("early launch changes bits".to_owned()),
-            (Ok(_), Err(why)) => outcome.answer = Err(format!("early launch: {why}")),
-            (Err(_), _) => {}
-        }
+    (outcome.answer, outcome.timing) = order(&kernels(|pair| pair.plain)?, false, timed)?;
+    if session.args.no_early || outcome.answer.is_err() {
+        return Ok(outcome);
+    }
+    let kernels = kernels(|pair| pair.early)?;
+    // Other configurations may add in another order; the same ones have the bits already.
+    let plain = if pairs.iter().all(Pair::is_one) {
+        outcome.answer.clone()
+    } else {
+        order(&kernels, false, false)?.0
+    };
+    let (early, timing) = order(&kernels, true, timed)?;
+    outcome.early = timing;
+    let same = plain.and_then(|plain| match early?.bits == plain.bits {
+        true => Ok(()),
+        false => Err("other bits than in plain order".to_owned()),
+    });
+    if let Err(why) = same {
+        outcome.answer = Err(format!("early launch: {why}"));
     }
     Ok(outcome)
 }

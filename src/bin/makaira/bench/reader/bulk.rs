@@ -14,7 +14,7 @@ use makaira::target::SmArch;
 use super::{Prologue, UNIT_BYTES};
 
 /// Bytes from one slot's mbarrier to the next.
-const BARRIER_BYTES: u32 = 16;
+const BARRIER_BYTES: u32 = 8;
 
 /// A reader by bulk copies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -198,10 +198,6 @@ mod tests {
             backend.upload(ptr, &data).expect("uploads");
             let sum = backend.alloc(4).expect("fits");
             for variant in variants(backend.device().arch) {
-                if matches!(variant, Variant::Bulk(_)) {
-                    eprintln!("skipped: {variant}, the emulator has no bulk copies");
-                    continue;
-                }
                 let reader = Reader::load(&backend, variant).expect("loads");
                 backend.upload(sum, &[0; 4]).expect("uploads");
                 for flush in [false, true] {
