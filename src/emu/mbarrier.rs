@@ -195,7 +195,6 @@ impl Executor<'_> {
             if !cluster {
                 return Err(self.outside_shared(lane, "use of a barrier", at.addr.into(), 8));
             }
-            self.check_peer(lane, rank, "arrival")?;
             self.check_fenced_init(lane, rank, index)?;
             return Ok((rank, index));
         }
@@ -212,6 +211,9 @@ impl Executor<'_> {
     /// The initialised barrier at an address.
     pub(super) fn find_barrier(&mut self, lane: u32, at: SharedAt) -> Result<(usize, usize), Stop> {
         let (rank, place) = self.shared_range(lane, "use of a barrier", at, 8, 8)?;
+        if rank != self.rank {
+            self.check_peer(lane, rank, "use of a barrier")?;
+        }
         match self.state(rank).barriers.find(place) {
             Some(index) => Ok((rank, index)),
             None => Err(self.fault(

@@ -411,7 +411,7 @@ proptest! {
         };
         for (n, value) in raw.iter().enumerate() {
             let (row, place) = (n as i32 / 64, n as i32 % 64);
-            let piece = if swizzle == Swizzle::B128 { place / 8 ^ row % 8 } else { place / 8 };
+            let piece = if swizzle == Swizzle::B128 { (place / 8) ^ (row % 8) } else { place / 8 };
             let (row, column) = (y + row, x + 8 * piece + place % 8);
             let wanted = match inside(row, column) {
                 true => matrix[row as usize * pitch + column as usize],

@@ -185,7 +185,8 @@ fn register_accesses_are_fenced() {
             asm.wgmma_wait_group_sync_aligned(0);
         }
     };
-    let touches: [(&str, fn(&mut Asm, &Hands)); 3] = [
+    type Touch = fn(&mut Asm, &Hands);
+    let touches: [(&str, Touch); 3] = [
         ("A written", |asm, h| asm.mov_b32(h.a[3], 0)),
         ("D written", |asm, h| asm.mov_f32(h.d.get(5), 0.0)),
         ("D read", |asm, h| use_register(asm, h.d.get(5))),
