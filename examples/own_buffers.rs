@@ -71,7 +71,7 @@ fn on_gpu(gpu: Arc<GpuBackend>, packed: &PackedWeights, wide: &[f16]) -> Result<
         Matrix { ptr: c.ptr().into(), stride: N as u64 },
         M as u64,
         &workspace,
-        stream.borrow().into(),
+        stream.borrow(),
     )?;
     // The product is only enqueued so far: an engine would go on enqueuing.
     stream.synchronize()?;

@@ -60,6 +60,37 @@ impl DevicePtr {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Stream(pub(crate) usize);
 
+impl Stream {
+    /// Work on this stream that may start early: see [`Enqueue::overlap_previous`].
+    pub const fn early(self) -> Enqueue {
+        Enqueue { stream: self, overlap_previous: true }
+    }
+}
+
+/// How a call enqueues its kernels. A [`Stream`] turns into one in plain order.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Enqueue {
+    /// The stream.
+    pub stream: Stream,
+    /// Early launch (programmatic dependent launch): the kernels may start while the kernel before them
+    /// on the stream still runs. They request their packed weights at once and wait for that kernel to end
+    /// before they read, write or lock anything else. So the kernel before may be anybody's and may write
+    /// the activations, read the output or share the workspace; it must not write the packed weights.
+    ///
+    /// Off by default, because only the caller knows the kernel before: whoever packs weights by a kernel
+    /// of his own would read them half-written. Copies, fills, events and everything else that is no kernel
+    /// are waited for in any case. Capture into a graph keeps the permission. Where the device (before
+    /// Hopper), the driver (before CUDA 11.8) or the kernel family (`sm80`) has no early launch, it is
+    /// ignored.
+    pub overlap_previous: bool,
+}
+
+impl From<Stream> for Enqueue {
+    fn from(stream: Stream) -> Self {
+        Self { stream, overlap_previous: false }
+    }
+}
+
 /// One kernel argument.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arg {
@@ -148,7 +179,32 @@ impl ArgumentsError {
     }
 }
 
-/// A kernel that a backend has loaded. Its entry, CTA size and shared memory are those of the module.
+/// A grid cannot be cut into the kernel's clusters.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{kernel} launched with {grid_x} CTAs along x, its clusters have {cluster}; launch a multiple of that"
+)]
+pub struct ClusterError {
+    /// The entry's name.
+    pub kernel: String,
+    /// CTAs of a cluster.
+    pub cluster: u32,
+    /// CTAs along x.
+    pub grid_x: u32,
+}
+
+impl ClusterError {
+    /// Compares the grid with the clusters.
+    pub(crate) fn check(kernel: &str, cluster: u32, grid: [u32; 2]) -> Result<(), Self> {
+        if grid[0].is_multiple_of(cluster) {
+            return Ok(());
+        }
+        Err(Self { kernel: kernel.to_owned(), cluster, grid_x: grid[0] })
+    }
+}
+
+/// A kernel that a backend has loaded. Its entry, CTA and cluster size and shared memory are those of the
+/// module.
 pub trait Kernel: Send + Sync + fmt::Debug {
     /// The entry's name.
     fn name(&self) -> &str;
@@ -156,6 +212,11 @@ pub trait Kernel: Send + Sync + fmt::Debug {
     fn num_regs(&self) -> Option<u32>;
     /// Bytes of local memory per thread (spills), where the backend knows.
     fn local_bytes(&self) -> Option<u32>;
+    /// How many of its clusters run at once on the device, for a kernel with clusters and where the
+    /// backend knows. A grid of more clusters runs in waves.
+    fn max_active_clusters(&self) -> Option<u32> {
+        None
+    }
     /// The backend's own object.
     fn as_any(&self) -> &dyn std::any::Any;
 }
@@ -164,6 +225,12 @@ pub trait Kernel: Send + Sync + fmt::Debug {
 pub trait Backend: Send + Sync {
     /// The device.
     fn device(&self) -> &DeviceSpec;
+
+    /// What times measured on this device are kept under: the card and its driver. `None` where time means
+    /// nothing, as in the emulator.
+    fn timing_identity(&self) -> Option<String> {
+        None
+    }
 
     /// Allocates device memory, aligned to 256 bytes; its contents are undefined.
     ///

@@ -7,15 +7,25 @@
 //! computes a few integers and launches: it does not allocate, compile or synchronise.
 //!
 //! A [`Workspace`] holds partial sums and locks. It may serve any number of weights, one stream at a time:
-//! calls that can run at the same time need a workspace each.
+//! calls that can run at the same time need a workspace each. Calls of one stream may share it also when
+//! they [start early](Stream::early): a kernel touches it only after the kernel before it has ended.
+
+mod memory;
+mod operands;
+mod tuning;
 
 use std::collections::HashMap;
 use std::sync::{Arc, RwLock};
 
-use crate::backend::{self, Backend, DevicePtr, Kernel, Launch, Stream};
-use crate::kernel::select::{self, Choice, MAX_ROW_STRIDE_BYTES, MAX_ROWS, step};
-use crate::kernel::{Arguments, Config, Plan, Problem, Rows};
-use crate::weights::{PackedLayout, PackedWeights};
+use crate::backend::{self, Backend, Enqueue, Kernel, Launch, Stream};
+use crate::jit::TuneStore;
+use crate::kernel::select::{self, Choice, MAX_ROW_STRIDE_BYTES, step};
+use crate::kernel::{Config, Problem, Rows};
+use crate::weights::{PackedLayout, PackedWeights, WeightFormat};
+
+pub use memory::{Weight, Workspace};
+pub use operands::Matrix;
+use operands::{arguments, check_rows, rows_of};
 
 /// What can go wrong with a product.
 #[derive(Debug, thiserror::Error)]
@@ -65,86 +75,6 @@ pub enum Error {
     },
 }
 
-/// A row-major fp16 matrix in device memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Matrix {
-    /// Address of the first element.
-    pub ptr: DevicePtr,
-    /// Elements from one row to the next, at least the number of columns.
-    pub stride: u64,
-}
-
-/// A packed weight on a device. Freed when dropped.
-pub struct Weight {
-    backend: Arc<dyn Backend>,
-    layout: PackedLayout,
-    ptr: DevicePtr,
-    format: &'static str,
-}
-
-impl Weight {
-    /// The layout: sizes, group rule, padding.
-    pub fn layout(&self) -> &PackedLayout {
-        &self.layout
-    }
-
-    /// Where it lies.
-    pub fn ptr(&self) -> DevicePtr {
-        self.ptr
-    }
-
-    /// The weight type's name.
-    pub fn format(&self) -> &'static str {
-        self.format
-    }
-}
-
-impl Drop for Weight {
-    fn drop(&mut self) {
-        if let Err(error) = self.backend.free(self.ptr) {
-            log::debug!("freeing a weight: {error}");
-        }
-    }
-}
-
-/// Scratch memory and locks for products on one stream. Freed when dropped.
-pub struct Workspace {
-    backend: Arc<dyn Backend>,
-    scratch: Option<DevicePtr>,
-    scratch_bytes: u64,
-    locks: Option<DevicePtr>,
-    num_locks: u64,
-}
-
-impl Workspace {
-    /// Zeroes the locks again, as they are after every completed launch. Needed only if a launch was
-    /// aborted or the memory was written by somebody else.
-    ///
-    /// # Errors
-    /// If the backend fails.
-    pub fn reset(&mut self) -> Result<(), Error> {
-        if let Some(locks) = self.locks {
-            self.backend.upload(locks, &vec![0; 4 * self.num_locks as usize])?;
-        }
-        Ok(())
-    }
-
-    /// Address of the lock words, if there are any.
-    pub fn locks_ptr(&self) -> Option<DevicePtr> {
-        self.locks
-    }
-}
-
-impl Drop for Workspace {
-    fn drop(&mut self) {
-        for ptr in [self.scratch, self.locks].into_iter().flatten() {
-            if let Err(error) = self.backend.free(ptr) {
-                log::debug!("freeing a workspace: {error}");
-            }
-        }
-    }
-}
-
 /// A kernel that is ready to launch, and how.
 #[derive(Clone, Debug)]
 pub struct Prepared {
@@ -164,19 +94,38 @@ struct Slot {
     rows: Rows,
     /// The batch, rounded up to the step that choices distinguish.
     m: u64,
+    /// Whether the kernel may start early: what wins may differ.
+    overlap_previous: bool,
+}
+
+impl Slot {
+    fn new(problem: &Problem, overlap_previous: bool) -> Self {
+        let Problem { format, m, n, k, group, rows } = *problem;
+        Self { format, n, k, group, rows, m: step(m), overlap_previous }
+    }
 }
 
 /// Kernels and products on one backend. See the module's documentation.
 pub struct Gemm {
     backend: Arc<dyn Backend>,
+    /// Measured winners, `None` if they are not asked.
+    tuning: Option<Arc<TuneStore>>,
+    choices: RwLock<HashMap<Slot, Choice>>,
     prepared: RwLock<HashMap<Slot, Prepared>>,
     kernels: RwLock<HashMap<Config, Arc<dyn Kernel>>>,
 }
 
 impl Gemm {
-    /// Products on a backend.
+    /// Products on a backend, by kernels that [`makaira tune`](crate::jit::TuneStore) measured to win, where
+    /// it did, else by those that the cost model prefers.
     pub fn new(backend: Arc<dyn Backend>) -> Self {
-        Self { backend, prepared: RwLock::default(), kernels: RwLock::default() }
+        Self {
+            backend,
+            tuning: Some(TuneStore::of_process()),
+            choices: RwLock::default(),
+            prepared: RwLock::default(),
+            kernels: RwLock::default(),
+        }
     }
 
     /// The backend.
@@ -189,21 +138,33 @@ impl Gemm {
     /// # Errors
     /// If the device has too little memory, or a row of A or C would be longer than kernels address.
     pub fn upload(&self, packed: &PackedWeights) -> Result<Weight, Error> {
-        let (n, k) = (packed.layout().n, packed.layout().k);
+        let weight = self.reserve(packed.layout(), packed.format())?;
+        self.backend.upload(weight.ptr, packed.bytes())?;
+        Ok(weight)
+    }
+
+    /// Room on the device for a packed weight, whose bytes the caller writes there at [`Weight::ptr`] before
+    /// the first product.
+    ///
+    /// # Errors
+    /// Those of [`Gemm::upload`].
+    pub fn reserve(
+        &self,
+        layout: &PackedLayout,
+        format: &'static dyn WeightFormat,
+    ) -> Result<Weight, Error> {
+        let (n, k) = (layout.n, layout.k);
         if 2 * n.max(k) as u64 > MAX_ROW_STRIDE_BYTES {
             let most = MAX_ROW_STRIDE_BYTES / 2;
             let rule = format!("{n} outputs x {k} inputs; at most {most} of each, split the layer");
             return Err(Error::Operand { operand: "weight", rule });
         }
-        let ptr = self.backend.alloc(packed.bytes().len() as u64)?;
-        let weight = Weight {
+        Ok(Weight {
             backend: self.backend.clone(),
-            layout: *packed.layout(),
-            ptr,
-            format: packed.format().name(),
-        };
-        self.backend.upload(ptr, packed.bytes())?;
-        Ok(weight)
+            layout: *layout,
+            ptr: self.backend.alloc(layout.total_bytes as u64)?,
+            format: format.name(),
+        })
     }
 
     /// A workspace for products of up to `max_m` rows with a weight.
@@ -213,10 +174,11 @@ impl Gemm {
     pub fn workspace(&self, weight: &Weight, max_m: u64) -> Result<Workspace, Error> {
         check_rows(max_m)?;
         let mut needs = (0, 0);
-        for m in steps(max_m) {
+        let orders = [false, true];
+        for (m, overlap_previous) in steps(max_m).flat_map(|m| orders.map(|early| (m, early))) {
             for rows in [Rows::Whole, Rows::Vector, Rows::Element] {
                 let problem = problem(weight, m, rows);
-                let choice = select::choose(&problem, self.backend.device())?;
+                let choice = self.choice(&problem, overlap_previous)?;
                 for plan in select::plans(&choice.config, &problem, choice.stripe) {
                     needs.0 = needs.0.max(plan.scratch_bytes);
                     needs.1 = needs.1.max(plan.num_locks);
@@ -226,7 +188,8 @@ impl Gemm {
         self.workspace_of(needs.0, needs.1)
     }
 
-    /// A workspace of given sizes: bytes of scratch memory and lock words.
+    /// A workspace of given sizes: bytes of scratch memory and lock words. The largest of each over several
+    /// weights' workspaces make one that serves them all.
     ///
     /// # Errors
     /// If memory runs out.
@@ -255,9 +218,11 @@ impl Gemm {
     /// If no kernel takes the weight or compilation fails.
     pub fn prepare(&self, weight: &Weight, max_m: u64) -> Result<(), Error> {
         check_rows(max_m)?;
+        let rows = Rows::of(weight.layout().n, weight.layout().k);
         for m in steps(max_m) {
-            let rows = Rows::of(weight.layout().n, weight.layout().k);
-            self.prepared(&problem(weight, m, rows), None)?;
+            for overlap_previous in [false, true] {
+                self.prepared(&problem(weight, m, rows), overlap_previous, None)?;
+            }
         }
         Ok(())
     }
@@ -267,6 +232,9 @@ impl Gemm {
     /// `a` and `c` are addresses of fp16 matrices on the backend's device. They must stay valid until the
     /// work is done and must not overlap; they need an alignment of 2 bytes, and 16 for full speed. The
     /// product is exact to fp32 accumulation and one rounding to fp16, and the same bits every time.
+    ///
+    /// With [`stream.early()`](Stream::early) for a stream the kernel may start while the one before it
+    /// still runs; the bits are the same.
     ///
     /// # Errors
     /// [`Error::Operand`] for a misaligned address or a bad stride, [`Error::Workspace`] if it is too small,
@@ -279,7 +247,7 @@ impl Gemm {
         c: Matrix,
         m: u64,
         workspace: &Workspace,
-        stream: Stream,
+        stream: impl Into<Enqueue>,
     ) -> Result<(), Error> {
         if m == 0 {
             return Ok(());
@@ -288,8 +256,9 @@ impl Gemm {
         let layout = weight.layout();
         let rows = rows_of(layout, a, c)?;
         let problem = problem(weight, m, rows);
-        let prepared = self.prepared(&problem, Some(stream))?;
-        self.launch(&prepared, &problem, a, weight, c, workspace, stream)
+        let order = stream.into();
+        let prepared = self.prepared(&problem, order.overlap_previous, Some(order.stream))?;
+        self.launch(&prepared, &problem, a, weight, c, workspace, order)
     }
 
     /// [`Gemm::matmul`] with a kernel of the caller's choice, for benchmarks and tests.
@@ -305,7 +274,7 @@ impl Gemm {
         c: Matrix,
         m: u64,
         workspace: &Workspace,
-        stream: Stream,
+        stream: impl Into<Enqueue>,
     ) -> Result<(), Error> {
         if m == 0 {
             return Ok(());
@@ -322,7 +291,7 @@ impl Gemm {
             return Err(mismatch(format!("the weight is {} {:?}", weight.format, layout.group)));
         }
         let problem = problem(weight, m, config.rows);
-        self.launch(prepared, &problem, a, weight, c, workspace, stream)
+        self.launch(prepared, &problem, a, weight, c, workspace, stream.into())
     }
 
     /// Compiles a configuration of the caller's choice.
@@ -342,8 +311,9 @@ impl Gemm {
         weight: &Weight,
         c: Matrix,
         workspace: &Workspace,
-        stream: Stream,
+        order: Enqueue,
     ) -> Result<(), Error> {
+        let Enqueue { stream, overlap_previous } = order;
         let Choice { config, stripe, .. } = prepared.choice;
         for plan in select::plans(&config, problem, stripe) {
             if plan.scratch_bytes > workspace.scratch_bytes || plan.num_locks > workspace.num_locks
@@ -357,27 +327,27 @@ impl Gemm {
                 });
             }
             let args = arguments(&plan, &config, problem, a, weight, c, workspace);
-            let args = args.list();
-            self.backend.launch(&*prepared.kernel, &Launch::new(plan.grid, &args, stream))?;
+            let mut list = args.list().to_vec();
+            list.extend(select::family_of(&config).extra_arguments(&config, &args));
+            let launch = Launch { grid: plan.grid, args: &list, stream, overlap_previous };
+            self.backend.launch(&*prepared.kernel, &launch)?;
         }
         Ok(())
     }
 
     /// The prepared kernel of a problem; chosen and compiled now, for work on `stream` if there is any, if
     /// it was not before.
-    fn prepared(&self, problem: &Problem, stream: Option<Stream>) -> Result<Prepared, Error> {
-        let slot = Slot {
-            format: problem.format,
-            n: problem.n,
-            k: problem.k,
-            group: problem.group,
-            rows: problem.rows,
-            m: step(problem.m),
-        };
+    fn prepared(
+        &self,
+        problem: &Problem,
+        overlap_previous: bool,
+        stream: Option<Stream>,
+    ) -> Result<Prepared, Error> {
+        let slot = Slot::new(problem, overlap_previous);
         if let Some(prepared) = self.prepared.read().expect("no panic holds it").get(&slot) {
             return Ok(prepared.clone());
         }
-        let choice = select::choose(problem, self.backend.device())?;
+        let choice = self.choice(problem, overlap_previous)?;
         let prepared = Prepared { choice, kernel: self.kernel(&choice.config, stream)? };
         let mut table = self.prepared.write().expect("no panic holds it");
         Ok(table.entry(slot).or_insert(prepared).clone())
@@ -405,85 +375,8 @@ fn steps(max_m: u64) -> impl Iterator<Item = u64> {
     std::iter::successors(Some(1), |m| Some(step(m + 1))).take_while(move |m| *m <= last)
 }
 
-/// Refuses a batch that no memory holds, before sizes are computed from it.
-fn check_rows(m: u64) -> Result<(), Error> {
-    if m <= MAX_ROWS {
-        return Ok(());
-    }
-    Err(Error::Operand {
-        operand: "m",
-        rule: format!("{m} rows, at most {MAX_ROWS}; split the batch"),
-    })
-}
-
 fn problem(weight: &Weight, m: u64, rows: Rows) -> Problem {
     let layout = weight.layout();
     let (n, k) = (layout.n as u32, layout.k as u32);
     Problem { format: weight.format, m, n, k, group: layout.group, rows }
-}
-
-/// How these operands' rows can be accessed.
-fn rows_of(layout: &PackedLayout, a: Matrix, c: Matrix) -> Result<Rows, Error> {
-    for (operand, matrix, columns) in [("a", a, layout.k), ("c", c, layout.n)] {
-        let error = |rule| Err(Error::Operand { operand, rule });
-        if !matrix.ptr.0.is_multiple_of(2) {
-            return error(format!("address {:#x} is odd; fp16 needs 2 bytes", matrix.ptr.0));
-        }
-        if matrix.stride < columns as u64 {
-            return error(format!(
-                "a stride of {} elements is less than the {columns} columns",
-                matrix.stride
-            ));
-        }
-        if 2 * matrix.stride > MAX_ROW_STRIDE_BYTES {
-            return error(format!(
-                "a stride of {} elements is more than {}; copy the rows closer together",
-                matrix.stride,
-                MAX_ROW_STRIDE_BYTES / 2
-            ));
-        }
-    }
-    let aligned = |matrix: Matrix, bytes: u64| {
-        matrix.ptr.0.is_multiple_of(bytes) && (2 * matrix.stride).is_multiple_of(bytes)
-    };
-    let vectors = aligned(a, 16) && aligned(c, 8);
-    Ok(if vectors { Rows::of(layout.n, layout.k) } else { Rows::Element })
-}
-
-fn arguments(
-    plan: &Plan,
-    config: &Config,
-    problem: &Problem,
-    a: Matrix,
-    weight: &Weight,
-    c: Matrix,
-    workspace: &Workspace,
-) -> Arguments {
-    let layout = weight.layout();
-    let k_tiles = layout.num_k_tiles() as u32;
-    let num_tiles = problem.n.div_ceil(config.tile_n);
-    let [(k_tiles_magic, k_tiles_shift), (stripe_magic, stripe_shift)] =
-        select::magics(problem, plan.stripe);
-    let at = |matrix: Matrix| matrix.ptr.0 + 2 * matrix.stride * plan.first_row;
-    Arguments {
-        a_ptr: at(a),
-        b_ptr: weight.ptr.0,
-        c_ptr: at(c),
-        column_scales_ptr: weight.ptr.0 + layout.column_scales_offset.unwrap_or(0) as u64,
-        scratch_ptr: workspace.scratch.map_or(0, |ptr| ptr.0),
-        locks_ptr: workspace.locks.map_or(0, |ptr| ptr.0),
-        m: plan.num_rows,
-        n: problem.n,
-        k: problem.k,
-        a_stride_bytes: (2 * a.stride) as u32,
-        c_stride_bytes: (2 * c.stride) as u32,
-        num_chunk_columns: (layout.n_padded / crate::weights::CHUNK_CHANNELS) as u32,
-        k_tiles,
-        num_runs: num_tiles * k_tiles,
-        stripe: plan.stripe,
-        k_tiles_magic,
-        k_tiles_shift,
-        stripe_magic,
-        stripe_shift,
-    }
 }

@@ -73,7 +73,7 @@ pub mod reference;
 pub mod target;
 pub mod weights;
 
-pub use backend::{Backend, DevicePtr, Stream};
+pub use backend::{Backend, DevicePtr, Enqueue, Stream};
 pub use checkpoint::Checkpoint;
 pub use emu::EmuBackend;
 pub use error::{Error, Result};

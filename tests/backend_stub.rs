@@ -12,7 +12,7 @@ use std::{env, fs};
 
 use build::stub;
 use makaira::asm::{Asm, Module, Rule};
-use makaira::backend::{Arg, Backend, Error, Launch, Stream};
+use makaira::backend::{Arg, Backend, DevicePtr, Error, Launch, Stream, Swizzle, TensorMap};
 use makaira::emu::EmuBackend;
 use makaira::gemm::Gemm;
 use makaira::jit::{GpuBackend, GpuError, Loader, Store};
@@ -209,4 +209,113 @@ fn line_info_by_the_environment() {
         let has_lines = entries.iter().any(|entry| entry.contains(".loc 1 "));
         assert_eq!(has_lines, wanted, "MAKAIRA_LINEINFO={value:?}");
     }
+}
+
+/// An entry for tile copies, of one CTA or in clusters.
+fn echo_map(cluster: u32) -> Module {
+    let mut a = Asm::new();
+    a.param_u64("dst");
+    a.param_tensor_map("map");
+    a.cluster = cluster;
+    a.exit();
+    a.finish("echo_map", SmArch::baseline(90), 64, 1)
+}
+
+/// A matrix that keeps the rules.
+fn matrix(base: DevicePtr) -> TensorMap {
+    let (elements, tile) = ([100, 7], [64, 8]);
+    TensorMap { base, elements, row_bytes: 208, tile, swizzle: Swizzle::B128 }
+}
+
+/// What a failed call says, its own words and its cause's.
+fn told(outcome: Result<(), Error>) -> String {
+    let error = outcome.expect_err("it must be refused");
+    format!("{error}: {}", error.source)
+}
+
+#[test]
+fn tensor_maps_are_encoded_at_the_launch_or_refused_by_rule() {
+    let Some((gpu, _folder)) = backend("backend_map", &["full"], &[]) else { return };
+    let kernel = gpu.load(&echo_map(1)).expect("it loads");
+    let dst = gpu.alloc(1024).expect("memory");
+    let launch = |args: &[Arg]| gpu.launch(&*kernel, &Launch::new([1, 1], args, Stream::default()));
+    let map = matrix(dst.offset(512));
+    launch(&[dst.into(), Arg::TensorMap(map)]).expect("a launch");
+    let mut words = [0u64; 16];
+    gpu.download(dst, bytemuck::cast_slice_mut(&mut words)).expect("it ran");
+    // As the stand-in encodes: address, sizes, distance of rows, tile, steps, options.
+    let expected = [map.base.addr(), 100, 7, 208, 64, 8, 1, 1, 6, 0, 3, 3, 0, 0, 0, 0];
+    assert_eq!(words, expected);
+    let odd = TensorMap { row_bytes: 216, ..map };
+    assert_eq!(
+        told(launch(&[dst.into(), Arg::TensorMap(odd)])),
+        "encoding a tensor map: tensor map: distance of rows in bytes 216, must be a multiple of 16; \
+         copy the matrix to rows of whole 16-byte pieces"
+    );
+    assert_eq!(
+        told(launch(&[Arg::TensorMap(map), dst.into()])),
+        "launching echo_map: echo_map takes (dst: u64, map: tensor map), given (tensor map, u64); pass \
+         its parameters in order"
+    );
+    let Some((old, _folder)) = backend("backend_no_map", &[], &[]) else { return };
+    let kernel = old.load(&echo_map(1)).expect("it loads");
+    let args = [Arg::U64(0), Arg::TensorMap(map)];
+    let outcome = old.launch(&*kernel, &Launch::new([1, 1], &args, Stream::default()));
+    assert!(told(outcome).contains("no function `cuTensorMapEncodeTiled`"));
+}
+
+#[test]
+fn clusters_fit_the_device_and_the_grid() {
+    let Some((gpu, _folder)) = backend("clusters", &["full"], &[]) else { return };
+    let kernel = gpu.load(&echo_map(4)).expect("it loads");
+    // The stand-in has 132 SMs, its kernels 32 CTAs on each.
+    assert_eq!(kernel.max_active_clusters(), Some(132 * 32 / 4));
+    assert_eq!(gpu.load(&echo_map(1)).expect("it loads").max_active_clusters(), None);
+    let dst = gpu.alloc(1024).expect("memory");
+    let args = [dst.into(), Arg::TensorMap(matrix(dst))];
+    let launch = |grid| gpu.launch(&*kernel, &Launch::new(grid, &args, Stream::default()));
+    launch([8, 3]).expect("whole clusters");
+    assert_eq!(
+        told(launch([6, 4])),
+        "launching echo_map: echo_map launched with 6 CTAs along x, its clusters have 4; launch a \
+         multiple of that"
+    );
+    let Some((old, _folder)) = backend("no_clusters", &[], &[]) else { return };
+    let refused = told(old.load(&echo_map(2)).map(drop));
+    let why =
+        "echo_map runs in clusters of 2 CTAs, the device launches none; choose a configuration";
+    assert!(refused.contains(why), "{refused}");
+}
+
+/// Fault B46: a launch starts early only where the caller allows it, the kernel waits by itself, and
+/// device and driver know how.
+#[test]
+fn b46_only_kernels_that_wait_start_early() {
+    let waiting = |waits: bool| {
+        let mut a = Asm::new();
+        if waits {
+            a.griddepcontrol_wait();
+        }
+        a.exit();
+        a.finish("step", SmArch::baseline(90), 64, 1)
+    };
+    let lines = |name: &str, cfgs: &[&str]| {
+        let log = tempfile::NamedTempFile::new().expect("a temporary file");
+        let path = log.path().to_str().expect("a plain path");
+        let (gpu, _folder) = backend(name, cfgs, &[("STUB_LAUNCH_LOG", path)])?;
+        for waits in [true, false] {
+            let kernel = gpu.load(&waiting(waits)).expect("it loads");
+            for overlap_previous in [false, true] {
+                let plain = Launch::new([2, 1], &[], Stream::default());
+                gpu.launch(&*kernel, &Launch { overlap_previous, ..plain }).expect("a launch");
+            }
+        }
+        let text = fs::read_to_string(path).expect("the log");
+        Some(text.lines().map(str::to_owned).collect::<Vec<_>>())
+    };
+    let plain = "step x2 plain";
+    let Some(found) = lines("early", &["full"]) else { return };
+    assert_eq!(found, [plain, "step x2 cluster 1, early", plain, plain]);
+    let Some(found) = lines("never_early", &[]) else { return };
+    assert_eq!(found, [plain; 4]);
 }

@@ -372,7 +372,31 @@ fn a_closed_pipe_is_no_failure() {
 fn help_names_every_command() {
     let help = line("--help");
     assert_eq!(help.code, 0);
-    for command in ["demo", "run", "ptx", "explain", "bench", "doctor", "cache"] {
+    for command in ["demo", "run", "ptx", "explain", "bench", "tune", "doctor", "cache"] {
         assert!(help.stdout.contains(&format!("\n  {command} ")), "{command}\n{}", help.stdout);
+    }
+}
+
+#[test]
+fn bench_says_what_it_cannot_do() {
+    for (args, why) in [
+        ("", "bench times a GPU; without one `makaira explain` predicts times"),
+        ("--chain 8b,70b --ms 1,16,64", "bench times a GPU"),
+        ("--chain 13b", "`13b` is no model; write 8b, 70b or"),
+        ("--chain 2x512x512", "one product, which would overwrite its own input"),
+        ("--chain 2x512x512+256x512", "256 outputs cannot feed 512 inputs"),
+        ("--chain 8b --shapes 8b_o", "'--chain <MODEL>' cannot be used with '--shapes <SHAPES>'"),
+        ("--chain 8b --sweep 3", "'--chain <MODEL>' cannot be used with '--sweep <N>'"),
+        ("--shapes 8b_out", "`8b_out` is no shape"),
+        ("--ms 0", "invalid value '0' for '--ms <MS>'"),
+        ("--config marlin_sm80", "the weight type is missing"),
+    ] {
+        let text = failure(&format!("bench {args}"));
+        assert!(text.contains(why), "bench {args}: {why}\n{text}");
+    }
+    let help = line("bench --help");
+    for option in ["--shapes", "--ms", "--chain", "--no-early", "--no-ceiling", "--fp16", "--plot"]
+    {
+        assert!(help.stdout.contains(option), "{option}\n{}", help.stdout);
     }
 }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use build::stub;
 use half::f16;
-use makaira::backend::Backend;
+use makaira::backend::{Backend, Stream};
 use makaira::driver::{self, CaptureMode, StreamRef};
 use makaira::gemm::{Error, Gemm, Matrix};
 use makaira::jit::{self, GpuBackend, Loader, Store};
@@ -53,7 +53,7 @@ fn first_product_inside_a_capture(gpu: Arc<GpuBackend>, mode: CaptureMode, compu
     let a = Matrix { ptr: buffer(bytemuck::cast_slice(&activations)), stride: K as u64 };
     let c = Matrix { ptr: buffer(&vec![0xff; 2 * FIRST * N]), stride: N as u64 };
     let product = |gemm: &Gemm, m: usize, stream: StreamRef<'_>| {
-        gemm.matmul(a, &weight, c, m as u64, &workspace, stream.into())
+        gemm.matmul(a, &weight, c, m as u64, &workspace, Stream::from(stream))
     };
     // What is in C now; then NaN everywhere.
     let take = |m: usize| {

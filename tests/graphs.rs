@@ -10,7 +10,7 @@ mod support;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use makaira::backend::Backend;
+use makaira::backend::{Backend, Stream};
 use makaira::driver::{CaptureMode, StreamRef};
 use makaira::gemm::{Gemm, Weight, Workspace};
 
@@ -37,7 +37,8 @@ fn enqueue(
     workspace: &Workspace,
     stream: StreamRef<'_>,
 ) -> Result<(), Captured> {
-    gemm.matmul(lane.a, weight, lane.c, m as u64, workspace, stream.into()).map_err(Captured::from)
+    let stream = Stream::from(stream);
+    gemm.matmul(lane.a, weight, lane.c, m as u64, workspace, stream).map_err(Captured::from)
 }
 
 /// Fault B43: the first product of a shape inside a capture works or is refused, and breaks nothing.

@@ -210,7 +210,7 @@ fn straight_line_rows() -> Vec<&'static Row> {
         "bar_sync_n",
         "ld_param_u32",
         "ld_param_u64",
-        "mov_b64_param",
+        "cvta_param_u64",
     ];
     table()
         .filter(|row| {

@@ -54,7 +54,7 @@ const WITHOUT_VECTORS: &[(&str, &str)] = &[
     ("cp_async_bulk_wait_group", PROTOCOL),
     ("cp_async_bulk_wait_group_read", PROTOCOL),
     ("fence_proxy_async_shared_cta", PROTOCOL),
-    ("mov_b64_param", "the address is the loader's choice; tile copies in tests/emulator/hopper"),
+    ("cvta_param_u64", "the address is the loader's choice; tile copies in tests/emulator/hopper"),
     (
         "mapa_shared_cluster_u32",
         "the address is the card's choice; clusters in tests/emulator/hopper",

@@ -311,7 +311,7 @@ impl Checker<'_> {
         if let Some(param) = node.inst.param() {
             // The address of a parameter is taken of those that have no width of their own.
             let width = match node.inst {
-                Inst::Bulk(Bulk::MovB64Param(_)) => 128,
+                Inst::Bulk(Bulk::CvtaParamU64(_)) => 128,
                 _ => destination.map_or(0, class_bytes),
             };
             if entry.params.get(param.index as usize) != Some(&param) {

@@ -5,7 +5,7 @@
 use super::context::Context;
 use super::error::{Error, Result};
 use super::stream::StreamRef;
-use super::sys::{CUgraph, CUgraphExec};
+use super::sys::{CUgraph, CUgraphExec, GRAPH_EDGE_PROGRAMMATIC, GraphEdge};
 
 /// Which calls are refused while a capture is going on (`CUstreamCaptureMode`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,6 +64,26 @@ impl Graph {
         // SAFETY: with a null array the driver writes the count alone.
         unsafe { api.cuGraphGetNodes(self.raw, std::ptr::null_mut(), &mut count) }?;
         Ok(count)
+    }
+
+    /// How many of its edges let the later kernel start early.
+    ///
+    /// # Errors
+    /// `MissingSymbol` before CUDA 12.3; those of the driver call.
+    pub fn num_programmatic_edges(&self) -> Result<usize> {
+        let _current = self.context.bind()?;
+        let api = self.context.api();
+        let mut count = 0;
+        let none = std::ptr::null_mut();
+        // SAFETY: with null arrays the driver writes the count alone.
+        unsafe { api.cuGraphGetEdges_v2(self.raw, none, none, none.cast(), &mut count) }?;
+        let (mut from, mut to) = (vec![none.cast(); count], vec![none.cast(); count]);
+        let mut edges = vec![GraphEdge::default(); count];
+        let (from, to) = (from.as_mut_ptr(), to.as_mut_ptr());
+        // SAFETY: the driver writes as many elements as it said, no more than `count`.
+        unsafe { api.cuGraphGetEdges_v2(self.raw, from, to, edges.as_mut_ptr(), &mut count) }?;
+        let edges = edges.iter().take(count);
+        Ok(edges.filter(|edge| edge.kind == GRAPH_EDGE_PROGRAMMATIC).count())
     }
 
     /// Makes the graph launchable.

@@ -148,7 +148,22 @@ pub(super) struct LaunchConfig {
     pub num_attrs: u32,
 }
 
+/// `CUgraphEdgeData`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(super) struct GraphEdge {
+    pub from_port: u8,
+    pub to_port: u8,
+    /// `CUgraphDependencyType`.
+    pub kind: u8,
+    pub reserved: [u8; 5],
+}
+
+/// `CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC`.
+pub(super) const GRAPH_EDGE_PROGRAMMATIC: u8 = 1;
+
 const _: () = {
+    assert!(size_of::<GraphEdge>() == 8);
     assert!(size_of::<LaunchAttribute>() == 72 && align_of::<LaunchAttribute>() == 8);
     // Layouts of a 64-bit system, as a C compiler lays out the header's structs.
     #[cfg(target_pointer_width = "64")]
@@ -291,6 +306,7 @@ driver_api! {
         cuGraphInstantiateWithFlags(exec: *mut CUgraphExec, graph: CUgraph, flags: u64);
         cuGraphInstantiate_v2(exec: *mut CUgraphExec, graph: CUgraph, error_node: *mut *mut c_void, log: *mut c_char, log_bytes: usize);
         cuGraphGetNodes(graph: CUgraph, nodes: *mut *mut c_void, count: *mut usize);
+        cuGraphGetEdges_v2(graph: CUgraph, from: *mut *mut c_void, to: *mut *mut c_void, data: *mut GraphEdge, count: *mut usize);
         cuGraphLaunch(exec: CUgraphExec, stream: CUstream);
         cuGraphUpload(exec: CUgraphExec, stream: CUstream);
         cuGraphDestroy(graph: CUgraph);

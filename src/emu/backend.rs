@@ -77,12 +77,15 @@ const MAX_THREADS: u32 = 1024;
 #[derive(Debug)]
 pub struct EmuKernel {
     program: Program,
+    /// It waits by itself for the kernel before it.
+    waits_for_previous: bool,
 }
 
 impl EmuKernel {
     /// Decodes a module without verifying it: what a program does is what its run reports.
     pub fn new(module: &Module) -> Self {
-        Self { program: Program::new(module) }
+        let waits_for_previous = module.waits_for_previous();
+        Self { program: Program::new(module), waits_for_previous }
     }
 
     /// Runs a grid.
@@ -257,7 +260,9 @@ impl Backend for EmuBackend {
         let foreign = || failed(EmuError::ForeignKernel(kernel.name().to_owned()));
         let ours = kernel.as_any().downcast_ref::<EmuKernel>().ok_or_else(foreign)?;
         let mut state = self.state();
-        let overlap = self.options.overlap || launch.overlap_previous;
+        // A permission, as on a GPU: kernels that do not wait by themselves come in plain order.
+        let may = ours.waits_for_previous || self.options.early_without_wait;
+        let overlap = self.options.overlap || launch.overlap_previous && may;
         let options = Options { overlap, ..self.options.clone() };
         let ran = ours.run(launch.grid, launch.args, &mut state.memory, &options);
         let report = ran.map_err(failed)?;

@@ -33,11 +33,20 @@ pub struct Options {
     /// Launches begin before earlier ones have ended, whether or not the host asks for it: what those wrote
     /// since the host last waited may be read, and device memory written, after `griddepcontrol.wait` only.
     pub overlap: bool,
+    /// A launch that may begin early does so even if its kernel never waits for the grids before it, which a
+    /// GPU would launch in plain order.
+    pub early_without_wait: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { seed: None, max_steps: 1 << 28, max_idle_steps: 4 << 20, overlap: false }
+        Self {
+            seed: None,
+            max_steps: 1 << 28,
+            max_idle_steps: 4 << 20,
+            overlap: false,
+            early_without_wait: false,
+        }
     }
 }
 

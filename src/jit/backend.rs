@@ -14,8 +14,8 @@ use super::{LoadedFunction, Loader, loader};
 use crate::asm::reg::Param;
 use crate::asm::{Diagnostics, Module, PrintOptions};
 use crate::backend::{
-    Arg, ArgumentsError, Backend, DevicePtr, Error, Kernel, Launch, Stream, Swizzle, TensorMap,
-    TensorMapError,
+    Arg, ArgumentsError, Backend, ClusterError, DevicePtr, Enqueue, Error, Kernel, Launch, Stream,
+    Swizzle, TensorMap, TensorMapError,
 };
 use crate::driver::{
     self, Args, Context, DeviceBuffer, JitOptions, LaunchAttrs, LaunchShape, StreamRef,
@@ -34,6 +34,12 @@ impl From<StreamRef<'_>> for Stream {
     }
 }
 
+impl From<StreamRef<'_>> for Enqueue {
+    fn from(stream: StreamRef<'_>) -> Self {
+        Stream::from(stream).into()
+    }
+}
+
 /// Why a module or a launch was refused, beyond what the driver says.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -44,6 +50,21 @@ pub enum GpuError {
     /// The arguments are not those of the entry.
     #[error(transparent)]
     Arguments(#[from] ArgumentsError),
+    /// The grid is not made of whole clusters.
+    #[error(transparent)]
+    Cluster(#[from] ClusterError),
+    /// The kernel has clusters and the device cannot run one.
+    #[error(
+        "{kernel} runs in clusters of {cluster} CTAs, {why}; choose a configuration with smaller clusters"
+    )]
+    NoCluster {
+        /// The entry's name.
+        kernel: String,
+        /// CTAs of a cluster.
+        cluster: u32,
+        /// What the device lacks.
+        why: &'static str,
+    },
     /// A tensor map that the hardware cannot have.
     #[error(transparent)]
     TensorMap(#[from] TensorMapError),
@@ -62,6 +83,9 @@ pub struct GpuKernel {
     params: Vec<Param>,
     threads: u32,
     smem_bytes: u32,
+    /// CTAs of a cluster, 1 without.
+    cluster: u32,
+    max_active_clusters: Option<u32>,
     /// It waits by itself for the kernel before it.
     waits_for_previous: bool,
 }
@@ -89,6 +113,10 @@ impl Kernel for GpuKernel {
 
     fn local_bytes(&self) -> Option<u32> {
         Some(self.loaded.function.attrs().local_bytes)
+    }
+
+    fn max_active_clusters(&self) -> Option<u32> {
+        self.max_active_clusters
     }
 
     fn as_any(&self) -> &dyn Any {
@@ -165,6 +193,42 @@ impl GpuBackend {
         driver::TensorMap::encode(&self.context, &matrix).map_err(|source| Error::new(what, source))
     }
 
+    /// How many clusters of a loaded kernel run at once; `None` without clusters, or if the driver is too
+    /// old to say.
+    fn max_active_clusters(
+        &self,
+        module: &Module,
+        loaded: &LoadedFunction,
+    ) -> Result<Option<u32>, Error> {
+        let (name, cluster) = (&module.entry.name, module.entry.cluster);
+        if cluster <= 1 {
+            return Ok(None);
+        }
+        let what = || format!("asking how many clusters of {name} fit on {}", self.device.name);
+        let refused = |why| {
+            let kernel = name.clone();
+            Err(Error::new(what(), GpuError::NoCluster { kernel, cluster, why }))
+        };
+        if !self.context.info().cluster_launch {
+            return refused("the device launches none");
+        }
+        if self.lacks("cuOccupancyMaxActiveClusters") {
+            return Ok(None);
+        }
+        let shape = LaunchShape::linear(cluster, module.entry.threads, module.entry.smem.bytes());
+        let attrs = LaunchAttrs { cluster: Some([cluster, 1, 1]), ..LaunchAttrs::default() };
+        match loaded.function.clusters_on_device(&shape, &attrs) {
+            Ok(0) => refused("none fits on the device"),
+            Ok(count) => Ok(Some(count)),
+            Err(source) => Err(Error::new(what(), source)),
+        }
+    }
+
+    /// Whether the driver lacks this optional function.
+    fn lacks(&self, symbol: &str) -> bool {
+        self.context.driver().missing().contains(&symbol)
+    }
+
     /// Verifies a module, has `get` load its text, sets its limits.
     fn load_with(
         &self,
@@ -185,12 +249,15 @@ impl GpuBackend {
             .function
             .allow_dynamic_smem(smem_bytes)
             .map_err(|source| Error::new(format!("giving {name} its shared memory"), source))?;
+        let max_active_clusters = self.max_active_clusters(module, &loaded)?;
         Ok(Arc::new(GpuKernel {
             loaded,
             params: module.entry.params.clone(),
             threads: module.entry.threads,
             smem_bytes,
-            waits_for_previous: ptx.contains("griddepcontrol.wait"),
+            cluster: module.entry.cluster,
+            max_active_clusters,
+            waits_for_previous: module.waits_for_previous(),
         }))
     }
 }
@@ -198,6 +265,12 @@ impl GpuBackend {
 impl Backend for GpuBackend {
     fn device(&self) -> &DeviceSpec {
         &self.device
+    }
+
+    fn timing_identity(&self) -> Option<String> {
+        let DeviceSpec { name, arch, num_sms, .. } = &self.device;
+        let driver = self.context.driver().version();
+        Some(format!("{name}, {arch}, {num_sms} SMs, driver of CUDA {driver}"))
     }
 
     fn alloc(&self, bytes: u64) -> Result<DevicePtr, Error> {
@@ -248,6 +321,9 @@ impl Backend for GpuBackend {
             return Err(Error::new("launching", foreign));
         };
         ArgumentsError::check(kernel.name(), &kernel.params, launch.args).map_err(|source| {
+            Error::new(format!("launching {}", kernel.name()), GpuError::from(source))
+        })?;
+        ClusterError::check(kernel.name(), kernel.cluster, launch.grid).map_err(|source| {
             Error::new(format!("launching {}", kernel.name()), GpuError::from(source))
         })?;
         let mut packed = Args::new();

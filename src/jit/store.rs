@@ -84,22 +84,27 @@ impl Store {
 
     /// As [`from_env`](Self::from_env), with the variables looked up by `variable`.
     pub fn resolve(variable: impl Fn(&str) -> Option<OsString>) -> Self {
-        if variable("MAKAIRA_NO_CACHE").is_some_and(|value| !value.is_empty() && value != "0") {
-            return Self::disabled();
-        }
-        let path = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-        // Relative folders are invalid there, says the XDG Base Directory Specification.
-        let absolute = |name| path(name).filter(|path| path.is_absolute());
-        let folder = path("MAKAIRA_CACHE_DIR")
-            .or_else(|| absolute("XDG_CACHE_HOME").map(|folder| folder.join("makaira")))
-            .or_else(|| absolute("HOME").map(|home| home.join(".cache").join("makaira")));
-        if folder.is_none() {
+        let folder = Self::folder_of(&variable);
+        if folder.is_none() && !is_set(variable("MAKAIRA_NO_CACHE")) {
             log::warn!(
                 "no folder for compiled kernels (neither MAKAIRA_CACHE_DIR, XDG_CACHE_HOME nor HOME \
                  is set): every process compiles anew"
             );
         }
         Self { folder, warned: AtomicBool::new(false) }
+    }
+
+    /// The folder that these variables ask for, if any.
+    pub(super) fn folder_of(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+        if is_set(variable("MAKAIRA_NO_CACHE")) {
+            return None;
+        }
+        let path = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        // Relative folders are invalid there, says the XDG Base Directory Specification.
+        let absolute = |name| path(name).filter(|path| path.is_absolute());
+        path("MAKAIRA_CACHE_DIR")
+            .or_else(|| absolute("XDG_CACHE_HOME").map(|folder| folder.join("makaira")))
+            .or_else(|| absolute("HOME").map(|home| home.join(".cache").join("makaira")))
     }
 
     /// A store in this folder, which is made at the first write.
@@ -273,6 +278,11 @@ impl Store {
     }
 }
 
+/// Whether a variable that switches something on is set: to anything but `0`.
+pub(super) fn is_set(value: Option<OsString>) -> bool {
+    value.is_some_and(|value| !value.is_empty() && value != "0")
+}
+
 /// Name and key of an entry's file name.
 fn parse_entry(file_name: &str) -> Option<(&str, &str)> {
     let (name, key) = file_name.strip_suffix(ENTRY)?.strip_suffix('.')?.rsplit_once('-')?;
@@ -330,11 +340,15 @@ fn decode(bytes: &[u8], key: &Key) -> Result<Cubin, &'static str> {
     Ok(Cubin { image: image.to_vec(), log })
 }
 
-/// Makes the entry appear whole or not at all.
 fn write(folder: &Path, path: &Path, key: &Key, cubin: &Cubin) -> io::Result<()> {
+    place(folder, path, &encode(key, cubin))
+}
+
+/// Makes a file appear whole or not at all.
+pub(super) fn place(folder: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
     fs::create_dir_all(folder)?;
     let mut file = tempfile::Builder::new().prefix(TEMPORARY).tempfile_in(folder)?;
-    file.write_all(&encode(key, cubin))?;
+    file.write_all(bytes)?;
     file.as_file().sync_all()?;
     if fs::symlink_metadata(path).is_ok_and(|meta| meta.is_dir()) {
         move_aside(folder, path)?;

@@ -9,12 +9,14 @@ pub mod problem;
 mod reduction;
 pub mod select;
 pub mod sm80;
+pub mod sm90wg;
 pub mod stripe;
 
 pub use params::Arguments;
 pub use problem::{Config, Plan, Problem, Reduction, Rows, Scaling};
 
 use crate::asm::Module;
+use crate::backend::Arg;
 use crate::target::SmArch;
 
 /// A kernel design for a range of architectures.
@@ -25,12 +27,35 @@ pub trait KernelFamily: Sync {
     fn runs_on(&self, target: SmArch) -> bool;
     /// Bytes of shared memory of a configuration.
     fn smem_bytes(&self, config: &Config) -> u32;
+    /// The family's own rules for a configuration's sizes.
+    ///
+    /// # Errors
+    /// The first rule that is broken, with the numbers.
+    fn check(&self, config: &Config) -> Result<(), String> {
+        select::check_mma(config)
+    }
+    /// An estimate of a thread's registers.
+    fn registers_needed(&self, config: &Config) -> u32 {
+        select::registers_needed(config)
+    }
+    /// Threads of a CTA: those of the configuration's warps, and what the family adds.
+    fn num_threads(&self, config: &Config) -> u32 {
+        config.num_threads()
+    }
+    /// The arguments after those of [`Params`](params::Params), if the family declares more.
+    fn extra_arguments(&self, _config: &Config, _arguments: &Arguments) -> Vec<Arg> {
+        Vec::new()
+    }
+    /// Whether stripes run over the row tiles too; otherwise row tiles are the grid's second dimension.
+    fn stripes_cover_rows(&self) -> bool {
+        false
+    }
     /// The kernel of a legal configuration.
     fn build(&self, config: &Config, target: SmArch) -> Module;
 }
 
 /// Every kernel family, by name.
-pub const FAMILIES: &[&'static dyn KernelFamily] = &[&sm80::Sm80Family];
+pub const FAMILIES: &[&'static dyn KernelFamily] = &[&sm80::Sm80Family, &sm90wg::Sm90WgFamily];
 
 /// The configurations whose PTX is kept in `ptx/`, few and chosen, each with what it shows. The test suite writes
 /// the files and compares them byte for byte; they are printed for `sm_80`.

@@ -97,8 +97,10 @@ pub struct Config {
     pub warps_n: u32,
     /// Teams: each takes every `warps_k`-th run of 128 inputs.
     pub warps_k: u32,
-    /// Runs of 128 inputs in a team's ring.
+    /// Stages of the ring.
     pub stages: u32,
+    /// Runs of 128 inputs of a team in one stage.
+    pub runs_per_stage: u32,
     /// CTAs that share an SM.
     pub ctas_per_sm: u32,
     /// Where the group scale is applied.
@@ -149,6 +151,9 @@ impl fmt::Display for Config {
             Group::Size(size) => write!(f, "g{size}")?,
         }
         write!(f, "_w{}_s{}_c{}", self.warps_n, self.stages, self.ctas_per_sm)?;
+        if self.runs_per_stage != 1 {
+            write!(f, "_x{}", self.runs_per_stage)?;
+        }
         if self.scaling == Scaling::Fragment {
             write!(f, "_fs")?;
         }
@@ -225,6 +230,7 @@ impl FromStr for Config {
             warps_n,
             warps_k: tile_k / 128,
             stages,
+            runs_per_stage: 1,
             ctas_per_sm,
             scaling: Scaling::Promote,
             reduction: Reduction::F32,
@@ -233,12 +239,14 @@ impl FromStr for Config {
         };
         for flag in fields {
             match flag {
+                "x2" => config.runs_per_stage = 2,
+                "x4" => config.runs_per_stage = 4,
                 "fs" => config.scaling = Scaling::Fragment,
                 "r16" => config.reduction = Reduction::F16InPlace,
                 "kt" => config.rows = Rows::Vector,
                 "el" => config.rows = Rows::Element,
                 "ef" => config.evict_first = true,
-                _ => return Err(error("a flag is none of fs, r16, kt, el, ef")),
+                _ => return Err(error("a flag is none of x2, x4, fs, r16, kt, el, ef")),
             }
         }
         // One spelling per configuration.

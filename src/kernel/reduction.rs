@@ -17,7 +17,7 @@ use crate::asm::reg::Reg;
 use crate::asm::types::{B32, B64, Cmp, Special};
 
 /// The lock of this CTA's output tile.
-fn emit_lock_ptr(a: &mut Asm, params: &Params, segment: &Segment) -> Reg<B64> {
+pub(super) fn emit_lock_ptr(a: &mut Asm, params: &Params, segment: &Segment) -> Reg<B64> {
     let locks = load_u64(a, params.locks_ptr);
     let num_runs = load_u32(a, params.num_runs);
     let multiplier = load_u32(a, params.k_tiles_magic);
@@ -32,7 +32,7 @@ fn emit_lock_ptr(a: &mut Asm, params: &Params, segment: &Segment) -> Reg<B64> {
 }
 
 /// How many later stripes hold a part of the segment's tile, 0 if this one reaches its end.
-fn emit_num_helpers(a: &mut Asm, params: &Params, segment: &Segment) -> Reg<B32> {
+pub(super) fn emit_num_helpers(a: &mut Asm, params: &Params, segment: &Segment) -> Reg<B32> {
     // The rest of the tile, in stripes rounded up.
     let stripe = load_u32(a, params.stripe);
     let multiplier = load_u32(a, params.stripe_magic);

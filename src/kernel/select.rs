@@ -58,35 +58,8 @@ pub fn check(config: &Config, target: SmArch) -> Result<(), Illegal> {
     let Some(spec) = target.spec() else {
         return illegal(format!("nothing is known about {target}"));
     };
-    if !(TILE_MS.contains(&config.tile_m)) {
-        return illegal(format!("tile_m is {}, it must be one of {TILE_MS:?}", config.tile_m));
-    }
-    if ![1, 2, 4, 8].contains(&config.warps_n) || ![1, 2, 4, 8, 16].contains(&config.warps_k) {
-        return illegal(format!(
-            "{} x {} warps: both must be powers of two, at most 8 and 16",
-            config.warps_n, config.warps_k
-        ));
-    }
-    if config.num_warps() > 16 {
-        return illegal(format!("{} warps, at most 16 fit their registers", config.num_warps()));
-    }
-    if ![2, 4].contains(&config.tiles_per_warp())
-        || config.tile_n != 16 * config.tiles_per_warp() * config.warps_n
-    {
-        return illegal(format!(
-            "tile_n {} over {} warps: a warp owns 32 or 64 channels",
-            config.tile_n, config.warps_n
-        ));
-    }
-    if config.num_threads() < config.tile_n / 4 {
-        return illegal(format!(
-            "{} threads for rows of {} outputs: the epilogue wants a thread per 4",
-            config.num_threads(),
-            config.tile_n
-        ));
-    }
-    if !(2..=12).contains(&config.stages) {
-        return illegal(format!("{} stages, 2 to 12 are supported", config.stages));
+    if let Err(rule) = family.check(config) {
+        return illegal(rule);
     }
     if config.ctas_per_sm == 0 {
         return illegal("0 CTAs per SM".into());
@@ -106,18 +79,59 @@ pub fn check(config: &Config, target: SmArch) -> Result<(), Illegal> {
             spec.smem_per_cta_bytes
         ));
     }
-    let fit = spec.ctas_that_fit(config.num_threads(), 1, smem);
+    let threads = family.num_threads(config);
+    let fit = spec.ctas_that_fit(threads, 1, smem);
     if fit < config.ctas_per_sm {
         return illegal(format!(
-            "{} CTAs of {smem} bytes and {} threads per SM, {fit} fit",
+            "{} CTAs of {smem} bytes and {threads} threads per SM, {fit} fit",
             config.ctas_per_sm,
-            config.num_threads()
         ));
     }
-    let regs = spec.regs_per_sm / (config.ctas_per_sm * config.num_threads());
-    let needed = registers_needed(config);
+    let regs = spec.regs_per_sm / (config.ctas_per_sm * threads);
+    let needed = family.registers_needed(config);
     if regs.min(255) < needed {
         return illegal(format!("about {needed} registers a thread, {regs} are available"));
+    }
+    Ok(())
+}
+
+/// The rules of the families that use `mma.m16n8k16`.
+///
+/// # Errors
+/// The first rule that is broken, with the numbers.
+pub fn check_mma(config: &Config) -> Result<(), String> {
+    if !(TILE_MS.contains(&config.tile_m)) {
+        return Err(format!("tile_m is {}, it must be one of {TILE_MS:?}", config.tile_m));
+    }
+    if ![1, 2, 4, 8].contains(&config.warps_n) || ![1, 2, 4, 8, 16].contains(&config.warps_k) {
+        return Err(format!(
+            "{} x {} warps: both must be powers of two, at most 8 and 16",
+            config.warps_n, config.warps_k
+        ));
+    }
+    if config.num_warps() > 16 {
+        return Err(format!("{} warps, at most 16 fit their registers", config.num_warps()));
+    }
+    if ![2, 4].contains(&config.tiles_per_warp())
+        || config.tile_n != 16 * config.tiles_per_warp() * config.warps_n
+    {
+        return Err(format!(
+            "tile_n {} over {} warps: a warp owns 32 or 64 channels",
+            config.tile_n, config.warps_n
+        ));
+    }
+    if config.num_threads() < config.tile_n / 4 {
+        return Err(format!(
+            "{} threads for rows of {} outputs: the epilogue wants a thread per 4",
+            config.num_threads(),
+            config.tile_n
+        ));
+    }
+    if !(2..=12).contains(&config.stages) {
+        return Err(format!("{} stages, 2 to 12 are supported", config.stages));
+    }
+    if config.runs_per_stage != 1 {
+        return Err(format!("{} runs of a team in a stage, it has 1", config.runs_per_stage));
     }
     Ok(())
 }
@@ -125,7 +139,7 @@ pub fn check(config: &Config, target: SmArch) -> Result<(), Illegal> {
 /// An estimate of a thread's registers, fitted to what the assembler takes: accumulators, the sums of the
 /// groups that live at a time, B fragments, two rounds of words, addresses, and what each copy of rows of A
 /// keeps; copies by elements keep more. With fewer the assembler spills.
-fn registers_needed(config: &Config) -> u32 {
+pub fn registers_needed(config: &Config) -> u32 {
     let accumulators = 4 * config.tiles_per_warp() * config.tile_m.div_ceil(8);
     let sums = match config.group {
         Group::Size(size) if config.scaling == Scaling::Promote => match size {
@@ -161,7 +175,7 @@ const IN_FLIGHT_BYTES: u32 = 64 << 10;
 pub fn candidates(problem: &Problem, target: SmArch) -> Vec<Config> {
     let tile_m = tile_m_for(problem.m);
     let mut candidates = Vec::new();
-    for family in FAMILIES {
+    for family in FAMILIES.iter().filter(|family| family.name() == "sm80") {
         for (warps_n, warps_k) in [(1, 4), (2, 2), (4, 1), (1, 8), (2, 4), (4, 2), (8, 1)]
             .map(|(n, k)| (n as u32, k as u32))
         {
@@ -182,6 +196,7 @@ pub fn candidates(problem: &Problem, target: SmArch) -> Vec<Config> {
                         warps_n,
                         warps_k,
                         stages,
+                        runs_per_stage: 1,
                         ctas_per_sm,
                         scaling,
                         reduction: Reduction::F32,
@@ -256,6 +271,15 @@ fn stripes(tiling: &Tiling, config: &Config, device: &DeviceSpec) -> Vec<u32> {
     stripes.into_iter().map(|stripe| stripe as u32).collect()
 }
 
+/// Tiles that the stripes of one launch of `num_rows` rows run over.
+pub fn num_tiles(config: &Config, problem: &Problem, num_rows: u64) -> u64 {
+    let num_tiles = u64::from(problem.n.div_ceil(config.tile_n));
+    match family_of(config).stripes_cover_rows() {
+        true => num_tiles * num_rows.div_ceil(config.tile_m.into()),
+        false => num_tiles,
+    }
+}
+
 /// The launches of a configuration for a problem, with the stripe length given. Several only where the
 /// batch has more rows than a grid can have tiles.
 pub fn plans(
@@ -267,21 +291,26 @@ pub fn plans(
     let tiling = Tiling::new(config, problem);
     let config = *config;
     let m = problem.m;
+    let covers_rows = family_of(&config).stripes_cover_rows();
     (0..m.div_ceil(rows_per_launch)).map(move |launch| {
         let first_row = launch * rows_per_launch;
         let num_rows = (m - first_row).min(rows_per_launch);
         let row_tiles = num_rows.div_ceil(config.tile_m.into());
-        let num_stripes = (tiling.num_tiles * tiling.k_tiles).div_ceil(stripe.into());
+        let (num_tiles, grid_rows) = match covers_rows {
+            true => (tiling.num_tiles * row_tiles, 1),
+            false => (tiling.num_tiles, row_tiles),
+        };
+        let num_stripes = (num_tiles * tiling.k_tiles).div_ceil(stripe.into());
         let shares = u64::from(stripe) % tiling.k_tiles != 0;
         let slot_bytes = 4 * u64::from(config.tile_m * config.tile_n);
         let scratch = shares && config.reduction == Reduction::F32;
         Plan {
-            grid: [num_stripes as u32, row_tiles as u32],
+            grid: [num_stripes as u32, grid_rows as u32],
             stripe,
-            scratch_bytes: if scratch { num_stripes * row_tiles * slot_bytes } else { 0 },
+            scratch_bytes: if scratch { num_stripes * grid_rows * slot_bytes } else { 0 },
             // In-place reduction asks its lock even where nobody else adds.
             num_locks: if shares || config.reduction == Reduction::F16InPlace {
-                tiling.num_tiles * row_tiles
+                num_tiles * grid_rows
             } else {
                 0
             },

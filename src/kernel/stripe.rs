@@ -65,6 +65,13 @@ pub fn emit_stripe(a: &mut Asm, params: &Params) -> (Stripe, Segment) {
 }
 
 impl Stripe {
+    /// Emits whether the segment is the stripe's last and `rest`, what is left of it, is 0.
+    pub fn emit_is_last(&self, a: &mut Asm, rest: Reg<B32>) -> Reg<Pred> {
+        let all = a.reg();
+        a.or_b32(all, self.left, rest);
+        a.test_u32(Cmp::Eq, all, 0)
+    }
+
     /// Emits the segment after `segment`: the start of the next tile, empty if nothing is left.
     pub fn emit_next(&self, a: &mut Asm, segment: &Segment) -> Segment {
         let [tile, begin, end] = a.regs();

@@ -38,13 +38,14 @@ fn family(target: SmArch) -> Vec<Config> {
 }
 
 /// A configuration's values, one number a dimension.
-fn values(config: &Config) -> [u32; 10] {
+fn values(config: &Config) -> [u32; 11] {
     [
         config.tile_m,
         config.warps_n,
         config.warps_k,
         config.tiles_per_warp(),
         config.stages,
+        config.runs_per_stage,
         config.ctas_per_sm,
         config.scaling as u32,
         config.reduction as u32,
@@ -61,7 +62,7 @@ fn pairs(config: &Config) -> impl Iterator<Item = [u32; 4]> {
 }
 
 /// Few configurations that have every pair of values that any has.
-fn pairwise(family: &[Config], random: &mut Random) -> Vec<Config> {
+pub fn pairwise(family: &[Config], random: &mut Random) -> Vec<Config> {
     let mut missing: HashSet<[u32; 4]> = family.iter().flat_map(pairs).collect();
     let mut picked = Vec::new();
     while !missing.is_empty() {
@@ -80,9 +81,17 @@ fn pairwise(family: &[Config], random: &mut Random) -> Vec<Config> {
     picked
 }
 
+/// A product's sizes and how it is cut.
+pub struct Shape {
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
+    pub stripe: u32,
+}
+
 /// A layer and a stripe length that make a configuration work: two or three output tiles, the last one
 /// ragged; stripes that begin and end inside tiles.
-fn shape(config: &Config, random: &mut Random) -> (usize, usize, usize, u32) {
+fn shape(config: &Config, random: &mut Random) -> Shape {
     let tile_m = config.tile_m as usize;
     // Below the tile, the tile itself, or a second row tile.
     let m = match random.below(3) {
@@ -110,12 +119,13 @@ fn shape(config: &Config, random: &mut Random) -> (usize, usize, usize, u32) {
     };
     let num_runs = num_tiles * k.div_ceil(128);
     let stripe = 1 + num_runs / 7 + random.below(num_runs.div_ceil(3));
-    (m, n, k, stripe as u32)
+    Shape { m, n, k, stripe: stripe as u32 }
 }
 
-fn run(device: &Device, config: Config, seed: u64) {
+/// Runs a configuration twice on a fresh layer of a shape that suits it, and checks everything.
+pub fn run(device: &Device, config: Config, seed: u64, shape: fn(&Config, &mut Random) -> Shape) {
     let mut random = Random(seed);
-    let (m, n, k, stripe) = shape(&config, &mut random);
+    let Shape { m, n, k, stripe } = shape(&config, &mut random);
     let fill = random.pick(&[Fill::Ascending, Fill::Integers, Fill::Random]);
     let layer = Layer::new(n, k, config.group.raw(), fill, &mut random);
     let a = activations(m, k, fill, &mut random);
@@ -166,7 +176,7 @@ fn run_share(share: usize) {
         assert!(picked.len() > 80, "the family has shrunk to {}", family.len());
         println!("{} of {} configurations", picked.len(), family.len());
         for (idx, config) in picked.into_iter().enumerate().filter(|(idx, _)| idx % 2 == share) {
-            run(&device, config, 1000 + idx as u64);
+            run(&device, config, 1000 + idx as u64, shape);
         }
     }
 }

@@ -13,3 +13,4 @@ mod operands;
 mod shapes;
 mod stripes;
 mod support;
+mod wgmma;

@@ -30,6 +30,30 @@ pub unsafe extern "C" fn cuGraphGetNodes(
     if nodes.is_null() { 0 } else { INVALID_VALUE }
 }
 
+/// Each launch follows the one before it; the edge of an early one is of kind 1.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuGraphGetEdges_v2(
+    graph: Handle,
+    from: *mut Handle,
+    to: *mut Handle,
+    data: *mut [u8; 8],
+    count: *mut usize,
+) -> i32 {
+    let state = state();
+    let Some(recorded) = state.graphs.get(&graph) else { return INVALID_VALUE };
+    let edges = recorded.iter().enumerate().skip(1);
+    if from.is_null() || to.is_null() || data.is_null() {
+        *count = edges.len();
+        return if from.is_null() && to.is_null() && data.is_null() { 0 } else { INVALID_VALUE };
+    }
+    for ((idx, launch), at) in edges.zip(0..*count) {
+        (from.add(at).write(idx), to.add(at).write(idx + 1));
+        let kind = launch.line.ends_with("early") as u8;
+        data.add(at).write([0, 0, kind, 0, 0, 0, 0, 0]);
+    }
+    0
+}
+
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGraphInstantiate_v2(
     out: *mut Handle,
@@ -166,6 +190,7 @@ pub unsafe extern "C" fn cuTensorMapEncodeTiled(
     0
 }
 
+#[cfg(not(no_param_info))]
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFuncGetParamInfo(
     function: Handle,

@@ -44,8 +44,8 @@ isa! {
     fence_proxy_async_shared_cta = FenceProxyAsyncSharedCta {}
         "fence.proxy.async.shared::cta;", ptx(8, 0, 90), Lane, Sync, |m, l, _i| { m.proxy_fence(l, ProxyFence::Async)?; }
     /// The address of an entry parameter that is passed as bytes: a tensor map.
-    mov_b64_param = MovB64Param { d: Out<B64>, p: ParamAddr }
-        "mov.b64 {d}, {p};", ptx(7, 0, 70), Lane, Pure, |m, l, i| { let a = m.param_addr(l, i.p.0)?; m.set(l, i.d, a); }
+    cvta_param_u64 = CvtaParamU64 { d: Out<B64>, p: ParamAddr }
+        "cvta.param.u64 {d}, {p};", ptx(7, 7, 70), Lane, Pure, |m, l, i| { let a = m.param_addr(l, i.p.0)?; m.set(l, i.d, a); }
 }
 
 fn address<M: Machine>(m: &mut M, l: u32, a: GlobalAddr) -> Result<u64, M::Stop> {

@@ -3,7 +3,7 @@
 //! Finding nothing is an answer, not a failure: without a driver everything still runs on the emulator.
 
 use makaira::driver::{Device, DeviceInfo, Driver};
-use makaira::jit::Store;
+use makaira::jit::{Store, TuneStore};
 use makaira::kernel::{FAMILIES, KernelFamily, Problem, Rows, select};
 use makaira::target::{DeviceSpec, PtxIsa};
 use makaira::weights::Group;
@@ -13,6 +13,7 @@ use crate::output::{Format, bytes, count};
 
 /// Functions that a driver may lack, and what then is missing. Products need none of them.
 const OPTIONAL: &[(&str, &str)] = &[
+    ("cuGraphGetEdges", "edges of a graph cannot be told apart"),
     ("cuGraph", "products cannot be timed as graphs"),
     ("cuStreamBeginCapture", "products cannot be captured into graphs"),
     ("cuStreamEndCapture", "products cannot be captured into graphs"),
@@ -45,6 +46,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     }
     report.line("emulator", "runs every kernel, checks every access; `demo` and `run` use it")?;
     store(&mut report)?;
+    tuning(&mut report)?;
     args.format.value(|| report.value)
 }
 
@@ -203,4 +205,31 @@ fn store(report: &mut Report) -> anyhow::Result<()> {
         }
     };
     report.line("store", &text)
+}
+
+/// The measured winners, which products take before predictions.
+fn tuning(report: &mut Report) -> anyhow::Result<()> {
+    let store = TuneStore::of_process();
+    let Some(folder) = store.folder() else {
+        report.value["tuning"] = json!({ "folder": null });
+        return report.line("tuning", "off: predictions alone choose kernels");
+    };
+    let text = match store.list() {
+        Ok(records) => {
+            let num_damaged = records.iter().filter(|record| record.is_err()).count();
+            let num_winners = records.len() - num_damaged;
+            report.value["tuning"] =
+                json!({ "folder": folder, "winners": num_winners, "damaged": num_damaged });
+            let damaged = match num_damaged {
+                0 => String::new(),
+                some => format!(", {} ignored", count(some, "damaged record")),
+            };
+            format!("{}{damaged}; `makaira tune` measures", count(num_winners, "measured winner"))
+        }
+        Err(error) => {
+            report.value["tuning"] = json!({ "folder": folder, "why": error.to_string() });
+            format!("winners cannot be read, predictions choose kernels: {error}")
+        }
+    };
+    report.line("tuning", &text)
 }

@@ -16,6 +16,7 @@ mod problem;
 mod ptx;
 mod run;
 mod trial;
+mod tune;
 
 use std::process::{Command as Process, ExitCode};
 
@@ -45,6 +46,8 @@ enum Command {
     Explain(explain::Args),
     /// Time products, the answers checked first.
     Bench(bench::Args),
+    /// Measure the candidates for your layers on this card and keep the winners.
+    Tune(tune::Args),
     /// Say what this machine can run, and why not.
     Doctor(doctor::Args),
     /// List or clear the compiled kernels on disk.
@@ -76,6 +79,7 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Ptx(args) => ptx::run(&args),
         Command::Explain(args) => explain::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Tune(args) => tune::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Cache(args) => cache::run(&args),
     }

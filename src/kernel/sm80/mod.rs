@@ -25,7 +25,7 @@
 //! (`m1n32k1024_g128_w1_s3_c2`) and 5.3 us at M = 16; 57344 x 8192 in 59.0 us at M = 1 and 164 us at M = 64.
 
 mod ring;
-mod run;
+pub(super) mod run;
 
 use self::ring::Cursor;
 use self::run::emit_rows_lane;

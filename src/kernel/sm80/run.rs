@@ -189,7 +189,11 @@ pub(super) fn emit_rows_lane(
 
 /// Multiplies the rows of an A fragment by their channels' scales: registers 0 and 2 hold channel g,
 /// 1 and 3 channel g + 8; the scale word has g's in its low half.
-fn emit_scale_fragment(a: &mut Asm, fragment: [Reg<B32>; 4], scale: Reg<B32>) -> [Reg<B32>; 4] {
+pub(in crate::kernel) fn emit_scale_fragment(
+    a: &mut Asm,
+    fragment: [Reg<B32>; 4],
+    scale: Reg<B32>,
+) -> [Reg<B32>; 4] {
     let both: [Reg<B32>; 2] = a.regs();
     a.prmt_b32(both[0], scale, scale, 0x1010u32);
     a.prmt_b32(both[1], scale, scale, 0x3232u32);

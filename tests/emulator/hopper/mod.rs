@@ -218,8 +218,14 @@ fn rewrite(backend: &dyn Backend, buffer: DevicePtr, words: usize) {
 
 /// An emulator whose turns a seed orders.
 pub fn emulator(seed: Option<u64>) -> EmuBackend {
-    let options =
-        Options { seed, max_steps: 1 << 22, max_idle_steps: 1 << 20, ..Options::default() };
+    let options = Options {
+        seed,
+        max_steps: 1 << 22,
+        max_idle_steps: 1 << 20,
+        // A mutant without its wait has to be seen to need it.
+        early_without_wait: true,
+        ..Options::default()
+    };
     EmuBackend::h200_like(2).with_options(options)
 }
 

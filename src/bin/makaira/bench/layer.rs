@@ -1,10 +1,7 @@
-//! A random quantised layer, random activations and the products that they must give.
+//! Shapes, a random quantised layer and random activations.
 //!
 //! Codes are random words in GPTQ's order and scales random fp16 numbers, so that making a layer costs no
-//! more than writing it, at any size. The reference decodes those words itself, in f64, for a sample of
-//! the columns: a mistake of the packer shows as a wrong product.
-
-use std::ops::Range;
+//! more than writing it, at any size.
 
 use anyhow::Context as _;
 use half::f16;
@@ -12,9 +9,6 @@ use makaira::kernel::{Problem, Rows};
 use makaira::weights::{
     Codes, Group, PackedWeights, QuantMatrix, ScaleOrder, Scales, U4B8, default_threads,
 };
-
-/// Columns of the product that are compared with the reference.
-const SAMPLED_COLUMNS: usize = 192;
 
 /// A stream of 64-bit random numbers (splitmix64).
 #[derive(Clone, Debug)]
@@ -113,21 +107,7 @@ impl Layer {
     pub fn random(shape: &Shape, group: Group, seed: u64) -> Self {
         let (n, k) = (shape.n, shape.k);
         let mut words = vec![0u32; k.div_ceil(8) * n];
-        let per_thread = words.len().div_ceil(default_threads());
-        std::thread::scope(|scope| {
-            for (idx, words) in words.chunks_mut(per_thread).enumerate() {
-                scope.spawn(move || {
-                    let mut random = Random(seed ^ (idx as u64 + 1) << 48);
-                    for pair in words.chunks_mut(2) {
-                        let bits = random.next();
-                        pair[0] = bits as u32;
-                        if let Some(second) = pair.get_mut(1) {
-                            *second = (bits >> 32) as u32;
-                        }
-                    }
-                });
-            }
-        });
+        fill(&mut words, seed, |random, word| *word = random.next() as u32);
         let mut random = Random(!seed);
         let scale = |_| f16::from_f64(0.005 + 0.01 * random.unit());
         let scales = (0..group.num_groups(k) * n).map(scale).collect();
@@ -138,8 +118,13 @@ impl Layer {
         (self.words[k / 8 * self.n + n] >> (4 * (k % 8)) & 0xf) as u8
     }
 
+    /// Outputs and inputs.
+    pub fn sizes(&self) -> (usize, usize) {
+        (self.n, self.k)
+    }
+
     /// The weights of one output, `[K]`, exact.
-    fn column(&self, n: usize) -> Vec<f64> {
+    pub fn column(&self, n: usize) -> Vec<f64> {
         let weight = |k: usize| {
             let scale = self.scales[self.group.index_of(k) * self.n + n];
             (f64::from(self.code(k, n)) - 8.0) * scale.to_f64()
@@ -169,87 +154,33 @@ impl Layer {
 
 /// Random activations `[m][K]` in `-1.0..1.0`.
 pub fn random_activations(m: usize, k: usize, seed: u64) -> Vec<f16> {
-    let mut random = Random(seed);
-    (0..m * k).map(|_| f16::from_f64(2.0 * random.unit() - 1.0)).collect()
+    let mut activations = vec![f16::ZERO; m * k];
+    fill(&mut activations, seed, |random, value| {
+        *value = f16::from_f32(2.0 * random.unit() as f32 - 1.0);
+    });
+    activations
 }
 
-/// A sample of the product's columns, in f64.
-pub struct Reference {
-    /// Columns in ascending order.
-    columns: Vec<usize>,
-    /// `[column][row]`.
-    values: Vec<Vec<f64>>,
-}
-
-impl Reference {
-    /// Rows `0..m` of the product of `a` (`[m][K]`) with the layer.
-    pub fn new(layer: &Layer, a: &[f16], seed: u64) -> Self {
-        let mut random = Random(seed);
-        let num_columns = layer.n.min(SAMPLED_COLUMNS);
-        // One column from each of equal ranges.
-        let range = |idx| idx * layer.n / num_columns;
-        let columns: Vec<usize> = (0..num_columns)
-            .map(|idx| {
-                let Range { start, end } = range(idx)..range(idx + 1);
-                start + random.next() as usize % (end - start)
-            })
-            .collect();
-        let a: Vec<f64> = a.iter().map(|a| a.to_f64()).collect();
-        let mut values = vec![Vec::new(); num_columns];
-        let per_thread = num_columns.div_ceil(default_threads());
-        std::thread::scope(|scope| {
-            for (columns, values) in columns.chunks(per_thread).zip(values.chunks_mut(per_thread)) {
-                let a = &a;
-                scope.spawn(move || {
-                    for (n, values) in columns.iter().zip(values) {
-                        let weights = layer.column(*n);
-                        let dot = |row: &[f64]| row.iter().zip(&weights).map(|(a, w)| a * w).sum();
-                        *values = a.chunks_exact(layer.k).map(dot).collect();
-                    }
-                });
-            }
-        });
-        Self { columns, values }
-    }
-
-    /// ‖c − reference‖ / ‖reference‖ over the sampled columns of `c`, `[m][N]`. NaN in `c` gives NaN.
-    pub fn relative_error(&self, c: &[f16], n: usize) -> f64 {
-        let (mut error, mut norm) = (0.0, 0.0);
-        for (row, c) in c.chunks_exact(n).enumerate() {
-            for (column, values) in self.columns.iter().zip(&self.values) {
-                error += (c[*column].to_f64() - values[row]).powi(2);
-                norm += values[row].powi(2);
-            }
+/// Fills `items` with random ones on all cores; the result does not depend on their number.
+fn fill<T: Send>(items: &mut [T], seed: u64, one: impl Fn(&mut Random, &mut T) + Sync) {
+    let mut parts: Vec<(usize, &mut [T])> = items.chunks_mut(1 << 16).enumerate().collect();
+    let per_thread = parts.len().div_ceil(default_threads()).max(1);
+    std::thread::scope(|scope| {
+        for parts in parts.chunks_mut(per_thread) {
+            let one = &one;
+            scope.spawn(move || {
+                for (idx, part) in parts {
+                    let mut random = Random(seed ^ (*idx as u64 + 1) << 40);
+                    part.iter_mut().for_each(|item| one(&mut random, item));
+                }
+            });
         }
-        (error / norm).sqrt()
-    }
+    });
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_reference_is_the_product_with_the_packed_layer() {
-        for (n, k, group) in [(192, 256, 128), (70, 136, -1), (64, 37, -1)] {
-            let shape = Shape { name: String::new(), n, k };
-            let group = Group::new(k, group).expect("a legal group");
-            let layer = Layer::random(&shape, group, 5);
-            let dense = layer.pack().expect("packs").dequantize();
-            let a = random_activations(3, k, 9);
-            let reference = Reference::new(&layer, &a, 1);
-            assert_eq!(reference.columns.len(), n.min(SAMPLED_COLUMNS));
-            let dot = |i: usize| {
-                let pairs = a[i / n * k..][..k].iter().zip(&dense[i % n * k..][..k]);
-                pairs.map(|(a, w)| a.to_f64() * f64::from(*w)).sum::<f64>()
-            };
-            let mut c: Vec<f16> = (0..3 * n).map(|i| f16::from_f64(dot(i))).collect();
-            let error = reference.relative_error(&c, n);
-            assert!(error > 0.0 && error < 4e-4, "{error}");
-            c[n + reference.columns[7]] = f16::NAN;
-            assert!(reference.relative_error(&c, n).is_nan());
-        }
-    }
 
     #[test]
     fn shapes_parse_by_name_and_by_size() {

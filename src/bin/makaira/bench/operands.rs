@@ -1,7 +1,7 @@
 //! Device memory of one shape: rotated copies of the weight, activations, output between canaries.
 //!
-//! The output buffer is filled with one NaN pattern before a launch. Afterwards no element of the product
-//! may be NaN and every element before and behind it must still have the pattern.
+//! The output is filled with one NaN pattern before a launch, and so is a margin on either side. Afterwards no
+//! element of the product may be NaN and every element of the margins must still have the pattern.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use makaira::backend::{Backend, DevicePtr, Error};
 use makaira::gemm::{Gemm, Matrix, Weight};
 use makaira::weights::PackedWeights;
 
-use super::layer::Reference;
+use super::reference::Reference;
 use super::timer::MAX_LAUNCHES;
 
 /// A NaN that no arithmetic gives.
@@ -29,7 +29,15 @@ pub struct Operands {
     k: usize,
     a: DevicePtr,
     c: DevicePtr,
-    c_elements: usize,
+}
+
+/// A product that was found right.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Checked {
+    /// Its relative error.
+    pub error: f64,
+    /// A hash of all its bits.
+    pub bits: u64,
 }
 
 impl Operands {
@@ -58,7 +66,6 @@ impl Operands {
             k,
             a: backend.alloc(2 * a.len() as u64)?,
             c: backend.alloc(2 * c_elements as u64)?,
-            c_elements,
             backend,
         };
         operands.backend.upload(operands.a, bytemuck::cast_slice(a))?;
@@ -80,15 +87,17 @@ impl Operands {
         Matrix { ptr: self.c.offset(2 * CANARIES as u64), stride: self.n as u64 }
     }
 
-    /// Fills output and canaries with the pattern.
+    /// Fills `m` rows of output and the margins with the pattern.
     ///
     /// # Errors
     /// Those of the upload.
-    pub fn poison(&self) -> Result<(), Error> {
-        self.backend.upload(self.c, bytemuck::cast_slice(&vec![POISON; self.c_elements]))
+    pub fn poison(&self, m: usize) -> Result<(), Error> {
+        let pattern = vec![POISON; m * self.n + 2 * CANARIES];
+        self.backend.upload(self.c, bytemuck::cast_slice(&pattern))
     }
 
-    /// The relative error of `m` rows of output, or what is wrong with them beyond rounding.
+    /// Looks at `m` rows of output after [`Operands::poison`]: right, or what is wrong with them beyond
+    /// rounding.
     ///
     /// # Errors
     /// Those of the download.
@@ -97,36 +106,44 @@ impl Operands {
         m: usize,
         reference: &Reference,
         limit: f64,
-    ) -> Result<Result<f64, String>, Error> {
-        let mut c = vec![0u16; self.c_elements];
+    ) -> Result<Result<Checked, String>, Error> {
+        let mut c = vec![0u16; m * self.n + 2 * CANARIES];
         self.backend.download(self.c, bytemuck::cast_slice_mut(&mut c))?;
-        Ok(verdict(&c, m, self.n, reference, limit))
+        Ok(verdict(&c, self.n, reference, limit))
     }
 }
 
-fn verdict(
-    c: &[u16],
-    m: usize,
-    n: usize,
-    reference: &Reference,
-    limit: f64,
-) -> Result<f64, String> {
-    let product = CANARIES..CANARIES + m * n;
-    let touched = |(idx, bits): &(usize, &u16)| !product.contains(idx) && **bits != POISON;
-    if let Some((idx, bits)) = c.iter().enumerate().find(touched) {
-        let at = idx as i64 - CANARIES as i64;
-        return Err(format!("element {at} of {} outputs was written: {bits:#06x}", m * n));
+/// A hash of the bits of some halves (FNV-1a over four at a time).
+pub fn hash(halves: &[u16]) -> u64 {
+    let step = |hash: u64, word: u64| (hash ^ word).wrapping_mul(0x0000_0100_0000_01b3);
+    let (fours, rest) = halves.as_chunks::<4>();
+    let word =
+        |four: &[u16; 4]| four.iter().rev().fold(0u64, |word, half| word << 16 | u64::from(*half));
+    let hash = fours.iter().map(word).fold(0xcbf2_9ce4_8422_2325, step);
+    rest.iter().map(|half| u64::from(*half)).fold(hash, step)
+}
+
+/// The judgement on a product between its margins.
+fn verdict(c: &[u16], n: usize, reference: &Reference, limit: f64) -> Result<Checked, String> {
+    let product = CANARIES..c.len() - CANARIES;
+    let (before, behind) = (&c[..product.start], &c[product.end..]);
+    let margins = (-(CANARIES as i64)..).zip(before).chain((product.len() as i64..).zip(behind));
+    if let Some((at, bits)) = margins.into_iter().find(|(_, bits)| **bits != POISON) {
+        return Err(format!("element {at} of {} outputs was written: {bits:#06x}", product.len()));
     }
-    let c: &[f16] = bytemuck::cast_slice(&c[product]);
-    let num_nan = c.iter().filter(|c| c.is_nan()).count();
-    if let Some(first) = c.iter().position(|c| c.is_nan()) {
-        let kind = if c[first].to_bits() == POISON { "not written" } else { "NaN" };
+    let bits = &c[product];
+    // Infinity is 0x7c00; every NaN is above.
+    let num_nan: usize = bits.iter().map(|bits| usize::from(bits & 0x7fff > 0x7c00)).sum();
+    let c: &[f16] = bytemuck::cast_slice(bits);
+    if num_nan > 0 {
+        let first = c.iter().position(|c| c.is_nan()).expect("there are some");
+        let kind = if bits[first] == POISON { "not written" } else { "NaN" };
         let (row, column) = (first / n, first % n);
         return Err(format!("{num_nan} NaN; the first, ({row}, {column}), is {kind}"));
     }
     let error = reference.relative_error(c, n);
     if error < limit {
-        Ok(error)
+        Ok(Checked { error, bits: hash(bits) })
     } else {
         Err(format!("relative error {error:.2e}, at most {limit:.0e} is rounding"))
     }
@@ -154,18 +171,22 @@ mod tests {
         let shape = Shape { name: String::new(), n: 64, k: 128 };
         let layer = Layer::random(&shape, Group::PerColumn, 3);
         let a = random_activations(2, 128, 4);
-        let reference = Reference::new(&layer, &a, 5);
+        let reference = Reference::new(&layer, &a, &[2], 5);
         let dense = layer.pack().expect("packs").dequantize();
         let dot = |i: usize| {
             let pairs = a[i / 64 * 128..][..128].iter().zip(&dense[i % 64 * 128..][..128]);
             f16::from_f64(pairs.map(|(a, w)| a.to_f64() * f64::from(*w)).sum())
         };
-        let mut c = vec![POISON; 3 * 64 + 2 * CANARIES];
+        let mut c = vec![POISON; 2 * 64 + 2 * CANARIES];
         for i in 0..2 * 64 {
             c[CANARIES + i] = dot(i).to_bits();
         }
-        let of = |c: &[u16]| verdict(c, 2, 64, &reference, 1e-3);
-        assert!(of(&c).expect("right") < 4e-4);
+        let of = |c: &[u16]| verdict(c, 64, &reference, 1e-3);
+        let right = of(&c).expect("right");
+        assert!(right.error < 4e-4);
+        let mut other = c.clone();
+        other[CANARIES + 70] ^= 1;
+        assert_ne!(of(&other).expect("one bit is rounding").bits, right.bits);
         let with = |idx: usize, bits: u16| {
             let mut c = c.clone();
             c[idx] = bits;

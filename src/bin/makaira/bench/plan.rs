@@ -1,12 +1,60 @@
 //! Which configurations are measured for a problem.
 //!
-//! By default the one that the library chooses. A sweep takes the best-ranked ones, so that prediction and
-//! measurement can be compared, or all; a list narrows either.
+//! By default the ones that the library takes, which may be others with early launch than in plain order. A
+//! sweep takes the best-ranked ones, so that prediction and measurement can be compared, or all; a list
+//! narrows either.
+
+use std::fmt;
 
 use anyhow::Context as _;
 use makaira::kernel::select::{self, Choice};
 use makaira::kernel::{Config, Problem};
 use makaira::target::DeviceSpec;
+
+/// What is measured in plain order and what with early launch.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Pair {
+    /// In plain order.
+    pub plain: Choice,
+    /// With early launch.
+    pub early: Choice,
+}
+
+impl Pair {
+    /// One choice for both orders.
+    pub fn both(choice: Choice) -> Self {
+        Self { plain: choice, early: choice }
+    }
+
+    /// What `choose` says for plain order (`false`) and for early launch.
+    ///
+    /// # Errors
+    /// Those of `choose`.
+    pub fn of<E>(choose: impl Fn(bool) -> Result<Choice, E>) -> Result<Self, E> {
+        Ok(Self { plain: choose(false)?, early: choose(true)? })
+    }
+
+    /// Whether both orders have the same.
+    pub fn is_one(&self) -> bool {
+        (self.plain.config, self.plain.stripe) == (self.early.config, self.early.stripe)
+    }
+
+    /// Both.
+    pub fn choices(&self) -> [&Choice; 2] {
+        [&self.plain, &self.early]
+    }
+}
+
+/// `NAME:STRIPE`, and the one of early launch if it is another.
+impl fmt::Display for Pair {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.plain.config, self.plain.stripe)?;
+        if self.is_one() {
+            return Ok(());
+        }
+        write!(f, ", early {}:{}", self.early.config, self.early.stripe)
+    }
+}
 
 /// How many configurations a sweep takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -147,6 +195,21 @@ mod tests {
             matches!((warps_n, stages, ctas_per_sm), (2, 4, 1) | (1, 3, 2))
         }));
         assert!(of(Sweep::Best(3), 1, &["nothing"]).is_err());
+    }
+
+    #[test]
+    fn a_pair_names_the_second_only_if_it_is_another() {
+        let backend = EmuBackend::h200_like(132);
+        let ranked = select::ranked(&PROBLEM, backend.device());
+        let (first, second) = (ranked[0], ranked[1]);
+        let one = Pair::both(first);
+        assert_eq!(one.to_string(), format!("{}:{}", first.config, first.stripe));
+        let pick = |early| Ok::<_, ()>(if early { second } else { first });
+        let two = Pair::of(pick).expect("both are there");
+        assert!(one.is_one() && !two.is_one());
+        let tail = format!(", early {}:{}", second.config, second.stripe);
+        assert_eq!(two.to_string(), format!("{one}{tail}"));
+        assert_eq!(Pair::of(|early| if early { Err("none") } else { Ok(first) }), Err("none"));
     }
 
     #[test]

@@ -18,6 +18,7 @@ const PANEL: (u32, u32) = (460, 300);
 const COLUMNS: usize = 4;
 
 const OURS: RGBColor = RGBColor(0, 90, 181);
+const EARLY: RGBColor = RGBColor(120, 60, 200);
 const FP16: RGBColor = RGBColor(120, 120, 120);
 const PEER: RGBColor = RGBColor(220, 80, 0);
 const ROOFLINE: RGBColor = RGBColor(0, 140, 60);
@@ -27,6 +28,7 @@ type Line = Vec<(f64, f64)>;
 
 struct Lines {
     ours: Line,
+    early: Line,
     fp16: Line,
     peer: Line,
     roofline: Line,
@@ -35,7 +37,8 @@ struct Lines {
 impl Lines {
     /// Times of one shape; of several rows of a batch the fastest.
     fn of(rows: &[&Row], peers: &Others, fp16: &Others) -> Self {
-        let mut lines = Lines { ours: vec![], fp16: vec![], peer: vec![], roofline: vec![] };
+        let [ours, early, fp16_line, peer, roofline] = [const { vec![] }; 5];
+        let mut lines = Lines { ours, early, fp16: fp16_line, peer, roofline };
         let mut ms: Vec<u64> = rows.iter().map(|row| row.m).collect();
         ms.sort_unstable();
         ms.dedup();
@@ -45,21 +48,23 @@ impl Lines {
             let at = |us: f64| (m as f64, us);
             let name = &row.shape.name;
             lines.ours.push(at(row.us()));
+            lines.early.extend(row.early.map(|timing| at(timing.mean())));
             lines.fp16.extend(fp16.us(name, m, "us").map(at));
             lines.peer.extend(peers.best(name, m).map(|best| at(best.0)));
             let ops = 2.0 * m as f64 * row.shape.n as f64 * row.shape.k as f64;
-            if let Some(ceiling) = row.ceiling {
-                let us = ceiling.timing.mean().max(ops / TENSOR_OPS_PER_US);
+            if let Some(ceiling) = &row.ceiling {
+                let us = ceiling.us().max(ops / TENSOR_OPS_PER_US);
                 lines.roofline.push(at(us));
             }
         }
         lines
     }
 
-    fn all(&self) -> [(&'static str, &Line, RGBColor); 4] {
+    fn all(&self) -> [(&'static str, &Line, RGBColor); 5] {
         [
             ("makaira", &self.ours, OURS),
-            ("best of IST, vLLM", &self.peer, PEER),
+            ("makaira, early launch", &self.early, EARLY),
+            ("best 4-bit peer", &self.peer, PEER),
             ("fp16", &self.fp16, FP16),
             ("roofline", &self.roofline, ROOFLINE),
         ]
@@ -71,8 +76,9 @@ impl Lines {
             let fp16 = |m: f64| self.fp16.iter().find(|point| point.0 == m).map(|point| point.1);
             line.iter().filter_map(|(m, us)| Some((*m, fp16(*m)? / us))).collect()
         };
-        let Self { ours, fp16, peer, roofline } = self;
-        Self { ours: over(ours), fp16: over(fp16), peer: over(peer), roofline: over(roofline) }
+        let [ours, early, fp16, peer, roofline] =
+            [&self.ours, &self.early, &self.fp16, &self.peer, &self.roofline].map(over);
+        Self { ours, early, fp16, peer, roofline }
     }
 }
 
@@ -192,9 +198,10 @@ mod tests {
     use makaira::kernel::select;
     use makaira::weights::Group;
 
+    use super::super::ceiling::Ceiling;
     use super::super::layer::Shape;
+    use super::super::plan::Pair;
     use super::super::reader::variants;
-    use super::super::report::Ceiling;
     use super::super::timer::Timing;
     use super::*;
 
@@ -208,19 +215,13 @@ mod tests {
                 let problem = shape.problem(m, Group::Size(128));
                 let choice = select::choose(&problem, backend.device()).expect("there is a kernel");
                 let read = 3.0 + 5.0 * idx as f64;
-                let ceiling = Ceiling { variant: variants()[0], timing: timing(read) };
-                rows.push(Row {
-                    shape: shape.clone(),
-                    m,
-                    weight_bytes: 1,
-                    choice,
-                    grid: [1, 1],
-                    num_regs: None,
-                    local_bytes: None,
-                    answer: Ok(2e-4),
-                    timing: Some(timing(read * 1.4 + m as f64 / 16.0)),
-                    ceiling: Some(ceiling),
-                });
+                let variant = variants(backend.device().arch)[0];
+                let mut row = Row::new(&shape, m, 1, Pair::both(choice));
+                row.answer = Ok(2e-4);
+                row.timing = Some(timing(read * 1.4 + m as f64 / 16.0));
+                row.early = Some(timing(read * 1.2 + m as f64 / 16.0));
+                row.ceiling = Some(Ceiling::new(vec![(variant, timing(read))]));
+                rows.push(row);
             }
         }
         let folder = tempfile::tempdir().expect("a folder");
@@ -237,11 +238,11 @@ mod tests {
         {
             assert!(svg.contains(text), "{text}");
         }
-        // Ours, peers and roofline for three shapes, fp16 for one; its panel of speed-ups has four lines.
-        assert_eq!(
-            svg.matches("<polyline fill=\"none\" opacity=\"1\" stroke=\"#005AB5\"").count(),
-            4 + 3
-        );
+        // Three shapes' times with their legends, and the speed-ups of the one that has fp16 times.
+        for color in ["#005AB5", "#783CC8"] {
+            let line = format!("<polyline fill=\"none\" opacity=\"1\" stroke=\"{color}\"");
+            assert_eq!(svg.matches(&line).count(), 4 + 3, "{color}");
+        }
         rows.iter_mut().for_each(|row| row.timing = None);
         assert!(draw(&path, "a card", &rows, &peers, &fp16).is_err());
     }

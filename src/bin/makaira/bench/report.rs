@@ -10,21 +10,20 @@ use anyhow::Context as _;
 use makaira::kernel::select::Choice;
 use serde_json::{Value, json};
 
+use super::ceiling::Ceiling;
 use super::layer::Shape;
-use super::reader::Variant;
+use super::plan::Pair;
 use super::timer::Timing;
 
 /// Peers that the table compares with: their names in `benches/peers.json`.
-const PEERS: [(&str, &str); 2] = [("ist_marlin_g128", "IST"), ("vllm_marlin_g128", "vLLM")];
-
-/// The best reader of a shape.
-#[derive(Clone, Copy, Debug)]
-pub struct Ceiling {
-    /// The kernel.
-    pub variant: Variant,
-    /// Its time.
-    pub timing: Timing,
-}
+const PEERS: [(&str, &str); 6] = [
+    ("ist_marlin_g128", "IST"),
+    ("vllm_marlin_g128", "vLLM"),
+    ("machete", "Machete"),
+    ("machete_best9", "Machete9"),
+    ("torch_int4_bf16", "torch"),
+    ("gemlite", "gemlite"),
+];
 
 /// One measured configuration.
 #[derive(Clone, Debug)]
@@ -35,9 +34,9 @@ pub struct Row {
     pub m: u64,
     /// Bytes of codes and scales.
     pub weight_bytes: usize,
-    /// Configuration, stripe length, prediction.
-    pub choice: Choice,
-    /// CTAs.
+    /// Configurations, stripe lengths, predictions.
+    pub pair: Pair,
+    /// CTAs, in plain order like what follows.
     pub grid: [u32; 2],
     /// Registers per thread.
     pub num_regs: Option<u32>,
@@ -45,8 +44,10 @@ pub struct Row {
     pub local_bytes: Option<u32>,
     /// Relative error, or what is wrong.
     pub answer: Result<f64, String>,
-    /// The time, if the answer is right and it was taken.
+    /// The time in plain order, if the answer is right and it was taken.
     pub timing: Option<Timing>,
+    /// The time with early launch, likewise.
+    pub early: Option<Timing>,
     /// The read ceiling of the shape.
     pub ceiling: Option<Ceiling>,
 }
@@ -96,23 +97,49 @@ impl Others {
 }
 
 impl Row {
-    /// `NAME:STRIPE`.
-    pub fn name(&self) -> String {
-        format!("{}:{}", self.choice.config, self.choice.stripe)
+    /// A row of which nothing is measured yet.
+    pub fn new(shape: &Shape, m: u64, weight_bytes: usize, pair: Pair) -> Self {
+        Self {
+            shape: shape.clone(),
+            m,
+            weight_bytes,
+            pair,
+            grid: [0; 2],
+            num_regs: None,
+            local_bytes: None,
+            answer: Err("not measured".to_owned()),
+            timing: None,
+            early: None,
+            ceiling: None,
+        }
     }
 
-    /// Time, or infinity, for sorting.
+    /// Time in plain order, or infinity, for sorting.
     pub fn us(&self) -> f64 {
         self.timing.map_or(f64::INFINITY, |timing| timing.mean())
     }
 
-    fn json(&self, peers: &Others, fp16: &Others) -> Value {
-        let Choice { config, stripe, cost } = self.choice;
+    /// Operations in millions: with a time in microseconds, TFLOP/s.
+    fn mega_ops(&self) -> f64 {
+        2.0 * self.m as f64 * self.shape.n as f64 * self.shape.k as f64 / 1e6
+    }
+
+    /// Read ceiling over a time: the fraction of it that is reached.
+    fn of_ceiling(&self, timing: Option<Timing>) -> Option<f64> {
+        Some(self.ceiling.as_ref()?.us() / timing?.mean())
+    }
+
+    /// The row as JSON, with the times of others.
+    pub fn json(&self, peers: &Others, fp16: &Others) -> Value {
+        let Choice { config, stripe, cost } = self.pair.plain;
         let best = peers.best(&self.shape.name, self.m);
+        let early = self.early;
         json!({
             "shape": self.shape.name, "n": self.shape.n, "k": self.shape.k, "m": self.m,
             "weight_bytes": self.weight_bytes,
             "config": config.to_string(), "stripe": stripe, "grid": self.grid,
+            "early_config": self.pair.early.config.to_string(),
+            "early_stripe": self.pair.early.stripe,
             "regs": self.num_regs, "local_bytes": self.local_bytes,
             "predicted": {
                 "total_us": cost.total_us, "memory_us": cost.memory_us,
@@ -122,60 +149,75 @@ impl Row {
             "us": self.timing.map(|timing| timing.mean()),
             "run_us": self.timing.map(|timing| timing.us),
             "launches": self.timing.map(|timing| timing.num_launches),
-            "ceiling_us": self.ceiling.map(|ceiling| ceiling.timing.mean()),
-            "ceiling_reader": self.ceiling.map(|ceiling| ceiling.variant.to_string()),
+            "early_us": early.map(|timing| timing.mean()),
+            "early_run_us": early.map(|timing| timing.us),
+            "of_ceiling": self.of_ceiling(self.timing), "early_of_ceiling": self.of_ceiling(early),
+            "tflops": self.timing.map(|timing| self.mega_ops() / timing.mean()),
+            "early_tflops": early.map(|timing| self.mega_ops() / timing.mean()),
+            "ceiling_us": self.ceiling.as_ref().map(Ceiling::us),
+            "readers": self.ceiling.as_ref().map(Ceiling::json),
             "fp16_us": fp16.us(&self.shape.name, self.m, "us"),
             "peer_us": best.map(|best| best.0), "peer": best.map(|best| best.1),
+            "prototype_us": peers.us(&self.shape.name, self.m, "prototype"),
+            "prototype_early_us": peers.us(&self.shape.name, self.m, "prototype_early"),
         })
     }
 }
 
-/// All rows with the card and the date, as JSON.
-pub fn json(card: &str, command: &str, rows: &[Row], peers: &Others, fp16: &Others) -> Value {
+/// A list of results under `name`, with the card and the date, as JSON.
+pub fn document(card: &str, command: &str, name: &str, results: Vec<Value>) -> Value {
     let since_epoch = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    let rows: Vec<Value> = rows.iter().map(|row| row.json(peers, fp16)).collect();
     json!({
         "card": card, "command": command,
         "unix_time": since_epoch.map_or(0, |elapsed| elapsed.as_secs()),
-        "rows": rows,
+        name: results,
     })
 }
 
+/// A number in a column of the table, or a dash.
+pub fn cell(value: Option<f64>, width: usize, digits: usize) -> String {
+    match value {
+        Some(value) => format!("{value:>width$.digits$}"),
+        None => format!("{:>width$}", "-"),
+    }
+}
+
 /// The heading of [`line`].
-pub const HEADING: &str = "shape         M      us  ±%   GB/s ceil  x peer        x fp16  pred us   mem issue fixed  err     regs  configuration:stripe";
+pub const HEADING: &str = "shape          M       us  ±% ceil    early  ±% ceil   GB/s TFLOP/s x fp16 x proto x peer                pred us err     regs  configuration:stripe";
 
 /// One row of the table.
 pub fn line(row: &Row, peers: &Others, fp16: &Others) -> String {
-    let Row { shape, m, choice, .. } = row;
-    let mut line = format!("{:<11} {m:>3} ", shape.name);
+    let Row { shape, m, pair, early, .. } = row;
     let us = row.timing.map(|timing| timing.mean());
-    let dash = |value: Option<f64>, width: usize, digits: usize| match value {
-        Some(value) => format!("{value:>width$.digits$}"),
-        None => format!("{:>width$}", "-"),
-    };
     let over = |other: Option<f64>| other.zip(us).map(|(other, us)| other / us);
     let peer = peers.best(&shape.name, *m);
-    let cost = choice.cost;
+    let order = |timing: Option<Timing>| {
+        [
+            cell(timing.map(|timing| timing.mean()), 8, 2),
+            cell(timing.map(|timing| 100.0 * timing.spread()), 3, 0),
+            cell(row.of_ceiling(timing), 4, 2),
+        ]
+        .join(" ")
+    };
     let parts = [
-        dash(us, 7, 2),
-        dash(row.timing.map(|timing| 100.0 * timing.spread()), 3, 0),
-        dash(us.map(|us| row.weight_bytes as f64 / us / 1e3), 6, 0),
-        dash(over(row.ceiling.map(|ceiling| ceiling.timing.mean())), 4, 2),
-        dash(over(peer.map(|peer| peer.0)), 5, 2),
-        format!("{:<7}", peer.map_or(String::new(), |(us, name)| format!("{name} {us:.1}"))),
-        dash(over(fp16.us(&shape.name, *m, "us")), 6, 2),
-        dash(Some(cost.total_us), 8, 2),
-        dash(Some(cost.memory_us), 5, 1),
-        dash(Some(cost.issue_us), 5, 1),
-        dash(Some(cost.fixed_us), 5, 1),
+        format!("{:<11} {m:>4}", shape.name),
+        order(row.timing),
+        order(*early),
+        cell(us.map(|us| row.weight_bytes as f64 / us / 1e3), 6, 0),
+        cell(us.map(|us| row.mega_ops() / us), 7, 0),
+        cell(over(fp16.us(&shape.name, *m, "us")), 6, 2),
+        cell(over(peers.us(&shape.name, *m, "prototype")), 7, 2),
+        cell(over(peer.map(|peer| peer.0)), 6, 2),
+        format!("{:<14}", peer.map_or(String::new(), |(us, name)| format!("{name} {us:.1}"))),
+        cell(Some(pair.plain.cost.total_us), 7, 1),
         match &row.answer {
-            Ok(error) => format!("{error:.1e}"),
+            Ok(error) => format!("{error:<7.1e}"),
             Err(_) => "WRONG  ".to_owned(),
         },
-        dash(row.num_regs.map(f64::from), 4, 0),
+        cell(row.num_regs.map(f64::from), 4, 0),
     ];
-    line += &parts.join(" ");
-    write!(line, "  {}", row.name()).expect("a string takes everything");
+    let mut line = parts.join(" ");
+    write!(line, "  {pair}").expect("a string takes everything");
     if let Some(bytes) = row.local_bytes.filter(|bytes| *bytes > 0) {
         write!(line, "  {bytes} B local").expect("a string takes everything");
     }
@@ -183,4 +225,74 @@ pub fn line(row: &Row, peers: &Others, fp16: &Others) -> String {
         write!(line, "  {why}").expect("a string takes everything");
     }
     line
+}
+
+#[cfg(test)]
+mod tests {
+    use makaira::backend::Backend;
+    use makaira::emu::EmuBackend;
+    use makaira::kernel::select;
+    use makaira::weights::Group;
+
+    use super::super::reader::variants;
+    use super::*;
+
+    fn row(m: u64) -> Row {
+        let backend = EmuBackend::h200_like(132);
+        let shape: Shape = "8b_o".parse().expect("a name");
+        let problem = shape.problem(m, Group::Size(128));
+        let choice = select::choose(&problem, backend.device()).expect("there is a kernel");
+        let timing = |us| Timing { us: [us, us + 0.02], num_launches: 4 };
+        let readers = variants(backend.device().arch).into_iter();
+        let readers =
+            readers.zip(1..).map(|(variant, idx)| (variant, timing(9.0 / f64::from(idx))));
+        let readers: Vec<_> = readers.collect();
+        let mut row = Row::new(&shape, m, 8_650_752, Pair::both(choice));
+        row.answer = Ok(2.1e-4);
+        row.timing = Some(timing(6.0));
+        row.early = Some(timing(4.0));
+        row.ceiling = Some(Ceiling::new(readers));
+        row
+    }
+
+    #[test]
+    fn a_row_has_both_orders_as_fractions_of_the_best_reader() {
+        let row = row(16);
+        let fp16 = Others::parse(r#"{"rows": [{"shape": "8b_o", "m": 16, "us": 12.0}]}"#);
+        let json = row.json(&Others::peers(), &fp16.expect("parses"));
+        let number = |name: &str| json[name].as_f64().unwrap_or_else(|| panic!("{name}: {json}"));
+        let ceiling = number("ceiling_us");
+        let readers = json["readers"].as_array().expect("readers");
+        assert_eq!(readers.len(), variants(EmuBackend::h200_like(1).device().arch).len());
+        assert!(readers.iter().all(|reader| reader["us"].as_f64().is_some_and(|us| us >= ceiling)));
+        assert!((number("of_ceiling") * number("us") / ceiling - 1.0).abs() < 1e-9);
+        assert!((number("early_of_ceiling") * number("early_us") / ceiling - 1.0).abs() < 1e-9);
+        // 2 x 16 x 4096 x 4096 operations in 6.01 us.
+        assert!((number("tflops") - 89.3).abs() < 0.1, "{}", number("tflops"));
+        assert!(number("early_tflops") > number("tflops"));
+        assert_eq!((number("fp16_us"), &json["wrong"]), (12.0, &Value::Null));
+        assert_eq!((&json["peer"], number("peer_us")), (&json!("vLLM"), 9.287));
+    }
+
+    #[test]
+    fn the_table_keeps_its_columns_with_and_without_times() {
+        let (peers, fp16) = (Others::peers(), Others::default());
+        let full = row(4096);
+        let mut bare = row(2);
+        (bare.timing, bare.early, bare.ceiling) = (None, None, None);
+        bare.answer = Err("3 NaN".to_owned());
+        let name = HEADING.find("configuration:stripe").expect("the last column");
+        for row in [&full, &bare] {
+            let line = line(row, &peers, &fp16);
+            assert_eq!(line.find("marlin_"), Some(name - HEADING.matches('±').count()), "{line}");
+        }
+        assert!(line(&bare, &peers, &fp16).ends_with("3 NaN"));
+    }
+
+    #[test]
+    fn the_document_names_its_list() {
+        let document = document("a card", "makaira bench", "chains", vec![json!({"m": 1})]);
+        assert_eq!(document["chains"][0]["m"], 1);
+        assert!(document["unix_time"].as_u64().is_some_and(|time| time > 1_700_000_000));
+    }
 }

@@ -2,7 +2,8 @@
 //!
 //! Launches are captured into a graph of about [`GRAPH_US`], replayed until the card is warm, then replayed
 //! [`NUM_REPLAYS`] times between events; the figure is the median replay divided by its launches, so the gap
-//! from launch to launch is in it. Everything is done twice: the difference is the noise.
+//! from launch to launch is in it. Everything is done twice: the difference is the noise. Before that the
+//! card rests, so that a product that ran into the power limit does not slow the next one.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -18,6 +19,10 @@ pub const MAX_LAUNCHES: usize = 512;
 /// Length of the replays before the timed ones, in microseconds.
 const WARM_US: f64 = 15000.0;
 const NUM_REPLAYS: usize = 7;
+/// Launches of the graph that tells how many launches the timed one takes: few, in case they are long.
+const PROBE_LAUNCHES: [usize; 2] = [2, 16];
+/// The card rests this long before a timing.
+const REST: Duration = Duration::from_millis(30);
 
 /// Microseconds per launch.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -40,6 +45,14 @@ impl Timing {
     }
 }
 
+/// Enqueues the launch with a number on a stream.
+pub type Launcher<'l> = dyn Fn(usize, backend::Stream) -> anyhow::Result<()> + 'l;
+
+/// Launches of a graph whose launches take `us` microseconds each.
+fn graph_launches(us: f64) -> usize {
+    ((GRAPH_US / us) as usize).clamp(4, MAX_LAUNCHES)
+}
+
 /// Times launches on a stream of its own.
 pub struct Timer {
     context: Context,
@@ -55,32 +68,41 @@ impl Timer {
         Ok(Self { context: context.clone(), stream: Stream::new(context)? })
     }
 
-    /// Runs what `launch` enqueues for launch 0 and waits for it.
+    /// Runs what `launch` enqueues for the first `count` launches and waits for it.
     ///
     /// # Errors
     /// Those of `launch` and of the kernel.
-    pub fn once(
-        &self,
-        launch: &dyn Fn(usize, backend::Stream) -> anyhow::Result<()>,
-    ) -> anyhow::Result<()> {
-        launch(0, self.stream.borrow().into())?;
-        self.stream.synchronize().context("running the kernel once")
+    pub fn run(&self, count: usize, launch: &Launcher<'_>) -> anyhow::Result<()> {
+        (0..count).try_for_each(|idx| launch(idx, self.stream.borrow().into()))?;
+        self.stream.synchronize().context("running the kernel")
     }
 
     /// Times `launch`, which enqueues the launch with the number that it is given.
     ///
     /// # Errors
     /// Those of `launch`, of the driver and of the kernel.
-    pub fn time(
-        &self,
-        launch: &dyn Fn(usize, backend::Stream) -> anyhow::Result<()>,
-    ) -> anyhow::Result<Timing> {
-        let probe = self.graph(16, launch)?;
-        self.replays(&probe, 1)?;
-        let guess = self.replays(&probe, 3)?[1] / 16.0;
-        let num_launches = ((GRAPH_US / guess) as usize).clamp(4, MAX_LAUNCHES);
+    pub fn time(&self, launch: &Launcher<'_>) -> anyhow::Result<Timing> {
+        let mut guess = f64::INFINITY;
+        for num_launches in PROBE_LAUNCHES {
+            // The short graph's time holds the start of a graph and is too long, not too short.
+            if guess * num_launches as f64 <= GRAPH_US || guess.is_infinite() {
+                let probe = self.graph(num_launches, launch)?;
+                self.replays(&probe, 1)?;
+                guess = self.replays(&probe, 3)?[1] / num_launches as f64;
+            }
+        }
+        self.time_graph(graph_launches(guess), launch)
+    }
+
+    /// Times a graph of exactly that many launches. Microseconds are those of one launch.
+    ///
+    /// # Errors
+    /// Those of `launch`, of the driver and of the kernel.
+    pub fn time_graph(&self, num_launches: usize, launch: &Launcher<'_>) -> anyhow::Result<Timing> {
         let graph = self.graph(num_launches, launch)?;
-        let warm = (WARM_US / (guess * num_launches as f64)).ceil() as usize;
+        self.replays(&graph, 1)?;
+        std::thread::sleep(REST);
+        let warm = (WARM_US / self.replays(&graph, 1)?[0]).ceil() as usize;
         let mut us = [0.0; 2];
         for us in &mut us {
             let mut replays = self.replays(&graph, warm + NUM_REPLAYS)?.split_off(warm);
@@ -90,11 +112,7 @@ impl Timer {
         Ok(Timing { us, num_launches })
     }
 
-    fn graph(
-        &self,
-        num_launches: usize,
-        launch: &dyn Fn(usize, backend::Stream) -> anyhow::Result<()>,
-    ) -> anyhow::Result<GraphExec> {
+    fn graph(&self, num_launches: usize, launch: &Launcher<'_>) -> anyhow::Result<GraphExec> {
         let graph = self.stream.capture(CaptureMode::Relaxed, |stream| {
             (0..num_launches).try_for_each(|idx| launch(idx, stream.into()))
         })?;
@@ -155,5 +173,24 @@ impl Watchdog {
         let result = step();
         set(None);
         result
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_graph_is_about_as_long_whatever_its_launches_take() {
+        assert_eq!(graph_launches(2.0), MAX_LAUNCHES);
+        assert_eq!(graph_launches(25.0), 100);
+        assert_eq!(graph_launches(5000.0), 4);
+        assert_eq!(graph_launches(f64::INFINITY), 4);
+    }
+
+    #[test]
+    fn a_timing_is_the_mean_of_two_and_their_difference() {
+        let timing = Timing { us: [9.0, 11.0], num_launches: 4 };
+        assert_eq!((timing.mean(), timing.spread()), (10.0, 0.2));
     }
 }

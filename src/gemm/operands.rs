@@ -1,0 +1,93 @@
+//! The operands of a call: their rules, and the kernel arguments made of them.
+
+use super::{Error, Weight, Workspace};
+use crate::backend::DevicePtr;
+use crate::kernel::select::{self, MAX_ROW_STRIDE_BYTES, MAX_ROWS};
+use crate::kernel::{Arguments, Config, Plan, Problem, Rows};
+use crate::weights::PackedLayout;
+
+/// A row-major fp16 matrix in device memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Matrix {
+    /// Address of the first element.
+    pub ptr: DevicePtr,
+    /// Elements from one row to the next, at least the number of columns.
+    pub stride: u64,
+}
+
+/// Refuses a batch that no memory holds, before sizes are computed from it.
+pub(super) fn check_rows(m: u64) -> Result<(), Error> {
+    if m <= MAX_ROWS {
+        return Ok(());
+    }
+    Err(Error::Operand {
+        operand: "m",
+        rule: format!("{m} rows, at most {MAX_ROWS}; split the batch"),
+    })
+}
+
+/// How these operands' rows can be accessed.
+pub(super) fn rows_of(layout: &PackedLayout, a: Matrix, c: Matrix) -> Result<Rows, Error> {
+    for (operand, matrix, columns) in [("a", a, layout.k), ("c", c, layout.n)] {
+        let error = |rule| Err(Error::Operand { operand, rule });
+        if !matrix.ptr.0.is_multiple_of(2) {
+            return error(format!("address {:#x} is odd; fp16 needs 2 bytes", matrix.ptr.0));
+        }
+        if matrix.stride < columns as u64 {
+            return error(format!(
+                "a stride of {} elements is less than the {columns} columns",
+                matrix.stride
+            ));
+        }
+        if 2 * matrix.stride > MAX_ROW_STRIDE_BYTES {
+            return error(format!(
+                "a stride of {} elements is more than {}; copy the rows closer together",
+                matrix.stride,
+                MAX_ROW_STRIDE_BYTES / 2
+            ));
+        }
+    }
+    let aligned = |matrix: Matrix, bytes: u64| {
+        matrix.ptr.0.is_multiple_of(bytes) && (2 * matrix.stride).is_multiple_of(bytes)
+    };
+    let vectors = aligned(a, 16) && aligned(c, 8);
+    Ok(if vectors { Rows::of(layout.n, layout.k) } else { Rows::Element })
+}
+
+pub(super) fn arguments(
+    plan: &Plan,
+    config: &Config,
+    problem: &Problem,
+    a: Matrix,
+    weight: &Weight,
+    c: Matrix,
+    workspace: &Workspace,
+) -> Arguments {
+    let layout = weight.layout();
+    let k_tiles = layout.num_k_tiles() as u32;
+    let num_tiles = select::num_tiles(config, problem, plan.num_rows.into());
+    let [(k_tiles_magic, k_tiles_shift), (stripe_magic, stripe_shift)] =
+        select::magics(problem, plan.stripe);
+    let at = |matrix: Matrix| matrix.ptr.0 + 2 * matrix.stride * plan.first_row;
+    Arguments {
+        a_ptr: at(a),
+        b_ptr: weight.ptr.0,
+        c_ptr: at(c),
+        column_scales_ptr: weight.ptr.0 + layout.column_scales_offset.unwrap_or(0) as u64,
+        scratch_ptr: workspace.scratch.map_or(0, |ptr| ptr.0),
+        locks_ptr: workspace.locks.map_or(0, |ptr| ptr.0),
+        m: plan.num_rows,
+        n: problem.n,
+        k: problem.k,
+        a_stride_bytes: (2 * a.stride) as u32,
+        c_stride_bytes: (2 * c.stride) as u32,
+        num_chunk_columns: (layout.n_padded / crate::weights::CHUNK_CHANNELS) as u32,
+        k_tiles,
+        num_runs: num_tiles as u32 * k_tiles,
+        stripe: plan.stripe,
+        k_tiles_magic,
+        k_tiles_shift,
+        stripe_magic,
+        stripe_shift,
+    }
+}

@@ -1,0 +1,103 @@
+//! Measured winners instead of predicted ones.
+//!
+//! A choice is the winner that `makaira tune` measured for the problem on this card with this driver, if
+//! there is one, else the one that the cost model prefers. A winner counts only while it is among the
+//! candidates that it was measured against, so that whatever is in a store the choice is legal, and the
+//! product is what any candidate gives: exact to the stated error.
+
+use std::io;
+use std::sync::Arc;
+
+use super::{Gemm, Slot};
+use crate::backend::Backend;
+use crate::jit::{TuneKey, TuneStore, Winner};
+use crate::kernel::Problem;
+use crate::kernel::select::{self, Choice, NoKernel, step};
+
+impl Gemm {
+    /// Winners from this store instead of the process's.
+    pub fn with_tuning(self, store: Arc<TuneStore>) -> Self {
+        Self { tuning: Some(store), ..self }
+    }
+
+    /// No winners: the cost model decides alone.
+    pub fn without_tuning(self) -> Self {
+        Self { tuning: None, ..self }
+    }
+
+    /// The configuration and stripe length that products of this problem get: the measured winner or the
+    /// predicted one. The same as long as this object lives.
+    ///
+    /// # Errors
+    /// If no kernel takes the problem.
+    pub fn choice(&self, problem: &Problem, overlap_previous: bool) -> Result<Choice, NoKernel> {
+        let slot = Slot::new(problem, overlap_previous);
+        if let Some(choice) = self.choices.read().expect("no panic holds it").get(&slot) {
+            return Ok(*choice);
+        }
+        let predicted = select::choose(problem, self.backend.device())?;
+        let choice = self.winner(problem, overlap_previous).unwrap_or(predicted);
+        let mut choices = self.choices.write().expect("no panic holds it");
+        Ok(*choices.entry(slot).or_insert(choice))
+    }
+
+    /// The measured winner of a problem, if there is one.
+    fn winner(&self, problem: &Problem, overlap_previous: bool) -> Option<Choice> {
+        let store = self.tuning.as_ref().filter(|store| store.folder().is_some())?;
+        let device = self.backend.timing_identity()?;
+        let ranked = ranked(&*self.backend, problem);
+        let key = key(&device, problem, overlap_previous, &ranked);
+        let winner = store.get(&key)?;
+        let is_it = |choice: &Choice| {
+            winner.config == choice.config.to_string() && winner.plan == plan_of(choice)
+        };
+        let choice = ranked.into_iter().find(is_it);
+        match &choice {
+            Some(_) => log::debug!("{problem}: {} was measured to win", winner.config),
+            None => log::warn!(
+                "{problem}: {} ({}) won, but is no candidate any more; measure anew with `makaira tune`",
+                winner.config,
+                winner.plan
+            ),
+        }
+        choice
+    }
+
+    /// Keeps a measured winner for objects made from now on. `us` is its time in microseconds.
+    ///
+    /// # Errors
+    /// Those of writing; `Unsupported` without a store, or where time means nothing (the emulator).
+    pub fn keep_winner(
+        &self,
+        problem: &Problem,
+        overlap_previous: bool,
+        choice: &Choice,
+        us: f64,
+    ) -> io::Result<()> {
+        let unsupported = |what| io::Error::new(io::ErrorKind::Unsupported, what);
+        let store = self.tuning.as_ref().filter(|store| store.folder().is_some());
+        let store = store.ok_or_else(|| unsupported("there is no store for measured winners"))?;
+        let device = self.backend.timing_identity();
+        let device = device.ok_or_else(|| unsupported("times on this device mean nothing"))?;
+        let key = key(&device, problem, overlap_previous, &ranked(&*self.backend, problem));
+        let (config, plan) = (choice.config.to_string(), plan_of(choice));
+        store.put(&key, &Winner { config, plan, us })
+    }
+}
+
+/// All candidates for a problem's step of the batch.
+fn ranked(backend: &dyn Backend, problem: &Problem) -> Vec<Choice> {
+    select::ranked(&Problem { m: step(problem.m), ..*problem }, backend.device())
+}
+
+/// What a problem's winner is kept under.
+fn key(device: &str, problem: &Problem, overlap_previous: bool, ranked: &[Choice]) -> TuneKey {
+    let problem = Problem { m: step(problem.m), ..*problem };
+    let candidates = ranked.iter().map(|choice| format!("{} {}", choice.config, plan_of(choice)));
+    TuneKey::new(device, &format!("{} {problem}", problem.format), overlap_previous, candidates)
+}
+
+/// How a choice cuts its grid, in words.
+fn plan_of(choice: &Choice) -> String {
+    format!("stripe {}", choice.stripe)
+}

@@ -1,0 +1,347 @@
+//! Family `sm90wg`: wgmma with weights dequantised into the A registers, from 9 rows to any batch, on sm_90a.
+//!
+//! The weights are the m64 operand, which wgmma takes from registers, so a packed word is dequantised where it
+//! is used and never written back; the batch is the n operand, read from shared memory as the tensor copies
+//! laid it down. A CTA is `warps_k` teams of `warps_n / 4` warpgroups; a team takes its share of the runs of
+//! each stage, its warpgroups stand side by side along n.
+//!
+//! ```text
+//! one warp of each warpgroup   wait empty, expect bytes, bulk copies of its weights, tensor copies of its
+//!    |  share of the activations; weights go ahead of griddepcontrol.wait
+//! stage   [activations: k64 boxes of tile_m rows, 128B-swizzled][weights: 64-channel columns of chunks]
+//!    |  mbarrier full (bytes; one arrival a warpgroup), mbarrier empty (one arrival a warp)
+//! warpgroups   ld.shared.v4 --lop3, sub--> A set | 4 wgmma | next A set | 4 wgmma ...; one group in flight
+//!              Promote: drain once a run of 128 inputs, acc += scale * sum.  Fragment: never drain.
+//! ```
+//!
+//! CTAs take stripes of runs over all tiles of the layer and the batch, rows fastest, see [`super::stripe`];
+//! partial sums go through scratch memory in fragment order.
+
+mod consumer;
+mod output;
+mod supply;
+
+use self::supply::Supply;
+use super::params::{Arguments, Params, load_u32, magic};
+use super::problem::{Config, Reduction, Rows, Scaling};
+use super::stripe::{Segment, emit_stripe};
+use crate::asm::reg::{Param, Reg, Region};
+use crate::asm::types::{B32, Cmp, Pred, Special};
+use crate::asm::{Asm, Module};
+use crate::backend::{Arg, DevicePtr, Swizzle, TensorMap};
+use crate::target::SmArch;
+use crate::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES, TILE_K};
+
+/// Inputs of one box of activations: 128 bytes, the width of the swizzle.
+const BOX_K: u32 = 64;
+/// Bytes of one row of a box.
+const BOX_ROW_BYTES: u32 = 2 * BOX_K;
+/// Barrier of all consumers.
+const CONSUMERS: u32 = 1;
+/// Barrier of the consumers that own sums.
+const OWNERS: u32 = 2;
+/// Barrier of the first warpgroup; the others' follow.
+const WARPGROUP: u32 = 3;
+
+/// Sizes that follow from a configuration.
+#[derive(Clone, Copy, Debug)]
+struct Geometry {
+    /// Bytes of one packed tile: codes and scales.
+    tile_bytes: u32,
+    /// Groups in a run, at least 1.
+    groups_per_run: u32,
+    /// Bytes of a chunk: four tiles.
+    chunk_bytes: u32,
+    /// Runs of 128 inputs in a stage, over all teams.
+    stage_runs: u32,
+    /// Bytes of one box of activations.
+    box_bytes: u32,
+    /// Bytes of a stage's activations.
+    rows_bytes: u32,
+    /// Columns of 64 channels in a tile.
+    columns: u32,
+    /// Bytes of one column's weights in a stage.
+    column_bytes: u32,
+    /// Bytes of a stage.
+    stage_bytes: u32,
+}
+
+impl Geometry {
+    fn new(config: &Config) -> Self {
+        let scale_rows = match config.group {
+            Group::PerColumn => 0,
+            Group::Size(size) => TILE_K as u32 / size,
+        };
+        let tile_bytes = CODE_BYTES_PER_TILE as u32 + scale_rows * SCALE_ROW_BYTES as u32;
+        let chunk_bytes = 4 * tile_bytes;
+        let stage_runs = config.warps_k * config.runs_per_stage;
+        let box_bytes = config.tile_m * BOX_ROW_BYTES;
+        let rows_bytes = stage_runs * 2 * box_bytes;
+        let columns = config.tile_n / 64;
+        let column_bytes = stage_runs * chunk_bytes;
+        Self {
+            tile_bytes,
+            groups_per_run: scale_rows.max(1),
+            chunk_bytes,
+            stage_runs,
+            box_bytes,
+            rows_bytes,
+            columns,
+            column_bytes,
+            stage_bytes: (rows_bytes + columns * column_bytes).next_multiple_of(1024),
+        }
+    }
+}
+
+/// The CTA's shared memory.
+#[derive(Clone, Copy, Debug)]
+struct Plan {
+    ring: Region,
+    /// Output tiles on their way from fragments to rows, a part for each warpgroup that owns sums.
+    staging: Region,
+    /// Sums of the teams that do not own, in fragment order.
+    exchange: Region,
+    full: Region,
+    empty: Region,
+}
+
+impl Plan {
+    fn new(a: &mut Asm, config: &Config) -> Self {
+        let geometry = Geometry::new(config);
+        let smem = &mut a.smem;
+        let mut region = |name, bytes, align| smem.region(name, bytes, align);
+        Self {
+            ring: region("ring", config.stages * geometry.stage_bytes, 1024),
+            staging: region("staging", output::staging_bytes(config), 16),
+            exchange: region("exchange", output::exchange_bytes(config), 16),
+            full: region("full barriers", 8 * config.stages, 8),
+            empty: region("empty barriers", 8 * config.stages, 8),
+        }
+    }
+}
+
+/// Bytes of shared memory of a configuration.
+pub fn smem_bytes(config: &Config) -> u32 {
+    let mut a = Asm::new();
+    Plan::new(&mut a, config);
+    a.smem.bytes()
+}
+
+/// Registers that a thread may have: a scheduler has 512 for each lane of its warps.
+fn registers(config: &Config) -> u32 {
+    let warps = (config.num_warps() * config.ctas_per_sm).div_ceil(4);
+    (512 / warps).min(255) / 8 * 8
+}
+
+/// The entry parameters beside [`Params`].
+#[derive(Clone, Copy, Debug)]
+struct Extra {
+    /// Activations as a tensor of rows.
+    a_map: Param,
+    /// Row tiles of the batch.
+    row_tiles: Param,
+    /// Division by `row_tiles`.
+    row_tiles_magic: Param,
+    /// Its shift.
+    row_tiles_shift: Param,
+}
+
+impl Extra {
+    fn declare(a: &mut Asm) -> Self {
+        Self {
+            a_map: a.param_tensor_map("a_map"),
+            row_tiles: a.param_u32("row_tiles"),
+            row_tiles_magic: a.param_u32("row_tiles_magic"),
+            row_tiles_shift: a.param_u32("row_tiles_shift"),
+        }
+    }
+}
+
+/// The arguments for the entry parameters beside [`Params`].
+pub fn extra_arguments(config: &Config, arguments: &Arguments) -> Vec<Arg> {
+    let row_tiles = arguments.m.div_ceil(config.tile_m);
+    let (multiplier, shift) = magic(row_tiles);
+    let a_map = TensorMap {
+        base: DevicePtr(arguments.a_ptr),
+        elements: [arguments.k.into(), arguments.m.into()],
+        row_bytes: arguments.a_stride_bytes.into(),
+        tile: [BOX_K, config.tile_m],
+        swizzle: Swizzle::B128,
+    };
+    vec![Arg::TensorMap(a_map), Arg::U32(row_tiles), Arg::U32(multiplier), Arg::U32(shift)]
+}
+
+/// What every warp of the CTA knows.
+struct Wg<'a> {
+    config: &'a Config,
+    geometry: Geometry,
+    plan: Plan,
+    params: Params,
+    extra: Extra,
+    smem: Reg<B32>,
+    tid: Reg<B32>,
+    lane: Reg<B32>,
+    /// The warp's number, the same register value in all lanes.
+    warp: Reg<B32>,
+    /// True in one lane of each warp.
+    elected: Reg<Pred>,
+}
+
+/// Where a segment's tile lies.
+struct Place {
+    /// Tile along n.
+    column_tile: Reg<B32>,
+    /// First row.
+    row_begin: Reg<B32>,
+}
+
+impl Wg<'_> {
+    /// The segment's tile as a place: rows are fastest.
+    fn emit_place(&self, a: &mut Asm, segment: &Segment) -> Place {
+        let row_tiles = load_u32(a, self.extra.row_tiles);
+        let multiplier = load_u32(a, self.extra.row_tiles_magic);
+        let shift = load_u32(a, self.extra.row_tiles_shift);
+        let column_tile = super::params::emit_div(a, segment.tile, multiplier, shift);
+        let [before, row_begin] = a.regs();
+        a.mul_lo_u32(before, column_tile, row_tiles);
+        a.sub_u32(row_begin, segment.tile, before);
+        a.mul_lo_u32(row_begin, row_begin, self.config.tile_m);
+        Place { column_tile, row_begin }
+    }
+
+    /// Stages' worth of runs in a segment.
+    fn emit_rounds(&self, a: &mut Asm, segment: &Segment, rounds: Reg<B32>) {
+        a.sub_u32(rounds, segment.end, segment.begin);
+        a.shr_u32(rounds, rounds, self.geometry.stage_runs.ilog2());
+    }
+
+    /// Makes the ring's barriers, in one thread. A CTA barrier must follow.
+    fn emit_barriers(&self, a: &mut Asm) {
+        let is_first = a.test_u32(Cmp::Eq, self.warp, 0);
+        a.and_pred(is_first, is_first, self.elected);
+        let warps = self.config.num_warps();
+        a.when(is_first, |a| {
+            for stage in 0..self.config.stages {
+                let [full, empty] = [self.plan.full, self.plan.empty]
+                    .map(|barriers| self.smem.at(barriers.start + 8 * stage));
+                a.mbarrier_init_shared_b64(full, warps / 4);
+                a.mbarrier_init_shared_b64(empty, warps);
+            }
+            a.fence_mbarrier_init_release_cluster();
+        });
+    }
+
+    /// Waits until the phase of `parity` of a barrier has completed.
+    fn emit_wait(&self, a: &mut Asm, barrier: crate::asm::reg::SharedAddr, parity: Reg<B32>) {
+        let again = a.label("wait");
+        a.bind(again);
+        let done: Reg<Pred> = a.reg();
+        a.mbarrier_try_wait_parity_shared_cta_b64(done, barrier, parity);
+        a.unless(done, |a| a.bra(again));
+    }
+}
+
+/// The kernel of a configuration. The configuration must be legal: see [`super::select::check`].
+pub fn build(config: &Config, _target: SmArch) -> Module {
+    let mut a = Asm::new();
+    let params = Params::declare(&mut a);
+    let extra = Extra::declare(&mut a);
+    let plan = Plan::new(&mut a, config);
+    let wg = a.section("who is who", |a| {
+        let [smem, tid, lane, own, warp] = a.regs();
+        a.mov_u32_smem(smem);
+        a.mov_u32_special(tid, Special::TidX);
+        a.and_b32(lane, tid, 31);
+        a.shr_u32(own, tid, 5);
+        // One value for the warp, so that the assembler may keep what follows from it uniform.
+        a.shfl_sync_idx_b32(warp, own, 0);
+        let elected = a.reg();
+        a.elect_sync(elected);
+        let geometry = Geometry::new(config);
+        Wg { config, geometry, plan, params, extra, smem, tid, lane, warp, elected }
+    });
+    a.section("barriers", |a| wg.emit_barriers(a));
+    let (stripe, segment) = a.section("stripe", |a| emit_stripe(a, &params));
+    let supply = a.section("supply", |a| Supply::new(a, &wg, &stripe));
+    a.section("supply", |a| {
+        supply.emit_point(a, &segment);
+        a.bar_sync(0);
+        supply.emit_fill(a, true);
+    });
+    wg.emit_consume(&mut a, &stripe, &segment, &supply);
+    a.exit();
+    let target = SmArch::specific(90);
+    a.finish(&config.to_string(), target, config.num_threads(), config.ctas_per_sm)
+}
+
+/// The family.
+#[derive(Clone, Copy, Debug)]
+pub struct Sm90WgFamily;
+
+impl super::KernelFamily for Sm90WgFamily {
+    fn name(&self) -> &'static str {
+        "sm90wg"
+    }
+
+    fn runs_on(&self, target: SmArch) -> bool {
+        target.sm == 90
+    }
+
+    fn smem_bytes(&self, config: &Config) -> u32 {
+        smem_bytes(config)
+    }
+
+    fn check(&self, config: &Config) -> Result<(), String> {
+        if !config.tile_m.is_multiple_of(8) || !(8..=256).contains(&config.tile_m) {
+            return Err(format!(
+                "tile_m is {}, a multiple of 8 up to 256 is wanted",
+                config.tile_m
+            ));
+        }
+        if !config.warps_n.is_multiple_of(4) || ![1, 2].contains(&config.tiles_per_warp()) {
+            return Err(format!(
+                "tile_n {} over {} warps: warpgroups own 64 or 128 channels",
+                config.tile_n, config.warps_n
+            ));
+        }
+        if config.warps_k > 1 && !config.warps_n.is_power_of_two() {
+            return Err(format!(
+                "{} teams of {} warps: a power of two",
+                config.warps_k, config.warps_n
+            ));
+        }
+        if ![1, 2, 4].contains(&config.warps_k) || config.num_warps() > 16 {
+            return Err(format!(
+                "{} x {} warps: at most 16, in 1, 2 or 4 teams",
+                config.warps_n, config.warps_k
+            ));
+        }
+        if config.rows == Rows::Element || config.reduction != Reduction::F32 {
+            return Err("rows by elements and in-place reduction are left to family sm80".into());
+        }
+        if config.scaling == Scaling::Promote
+            && !matches!(config.group, Group::PerColumn | Group::Size(128))
+        {
+            return Err(
+                "sums are promoted once in 128 inputs: smaller groups scale fragments".into()
+            );
+        }
+        Ok(())
+    }
+
+    fn registers_needed(&self, _config: &Config) -> u32 {
+        32
+    }
+
+    fn extra_arguments(&self, config: &Config, arguments: &Arguments) -> Vec<Arg> {
+        extra_arguments(config, arguments)
+    }
+
+    fn stripes_cover_rows(&self) -> bool {
+        true
+    }
+
+    fn build(&self, config: &Config, target: SmArch) -> Module {
+        build(config, target)
+    }
+}

@@ -1,0 +1,302 @@
+//! After the main loop: sums of teams and of CTAs are added in fragment order, and rows are written.
+//!
+//! Teams other than the first hand their sums over through shared memory, CTAs that do not own the tile
+//! through scratch memory; both are written and read by the same thread positions, 16 bytes at a time. The
+//! owner rounds to fp16, transposes 8x8 fragments into rows of a staging buffer and writes those.
+//! Source: PTX ISA, "stmatrix", "Memory Consistency Model" (release and acquire patterns).
+
+use super::{CONSUMERS, OWNERS, Place, WARPGROUP, Wg};
+use crate::asm::Asm;
+use crate::asm::reg::Reg;
+use crate::asm::types::{B16, B32, B64, Cmp, F32};
+use crate::kernel::epilogue::Accumulators;
+use crate::kernel::params::{load_u32, load_u64};
+use crate::kernel::problem::Config;
+use crate::kernel::reduction::{emit_lock_ptr, emit_num_helpers};
+use crate::kernel::stripe::Segment;
+use crate::weights::Group;
+
+/// Rows of C in the staging buffer at a time.
+fn staging_rows(config: &Config) -> u32 {
+    config.tile_m.next_multiple_of(16).min(if config.tile_m > 128 { 16 } else { 32 })
+}
+
+/// Bytes of a staging row: the channels of a warpgroup, and 16 bytes so that 8 rows lie in 32 banks.
+fn staging_pitch(config: &Config) -> u32 {
+    2 * 64 * config.tiles_per_warp() + 16
+}
+
+pub(super) fn staging_bytes(config: &Config) -> u32 {
+    config.warps_n / 4 * staging_rows(config) * staging_pitch(config)
+}
+
+/// Items of 16 bytes that a thread's sums are.
+fn num_items(config: &Config) -> u32 {
+    config.tiles_per_warp() * config.tile_m / 8
+}
+
+pub(super) fn exchange_bytes(config: &Config) -> u32 {
+    (config.warps_k - 1) * num_items(config) * 16 * 32 * config.warps_n
+}
+
+impl Wg<'_> {
+    /// Adds up and writes a segment's sums. The consumers leave it together.
+    pub(super) fn emit_output(
+        &self,
+        a: &mut Asm,
+        sums: &Accumulators,
+        segment: &Segment,
+        place: &Place,
+    ) {
+        let done = a.label("output_done");
+        let config = self.config;
+        let owner_threads = 32 * config.warps_n;
+        let in_team = a.reg();
+        if config.warps_k > 1 {
+            a.section("sums of the other teams", |a| {
+                self.emit_exchange(a, sums, in_team, done);
+            });
+        } else {
+            a.mov_b32(in_team, self.tid);
+        }
+        let [own, output] = ["own", "output"].map(|name| a.label(name));
+        let first = a.section("whose tile", |a| {
+            let first = a.test_u32(Cmp::Eq, in_team, 0);
+            let owns = a.test_u32(Cmp::Eq, segment.begin, 0);
+            a.when(owns, |a| a.bra(own));
+            first
+        });
+        let slot_bytes = 4 * config.tile_m * config.tile_n;
+        let items: Vec<&[Reg<F32>; 4]> = sums.iter().flatten().collect();
+        let item_bytes = 16 * owner_threads;
+        let slot_ptr = |a: &mut Asm, slot: Reg<B32>| {
+            let scratch = load_u64(a, self.params.scratch_ptr);
+            let ptr: Reg<B64> = a.reg();
+            a.mad_wide_u32(ptr, slot, slot_bytes, scratch);
+            a.mad_wide_u32(ptr, in_team, 16, ptr);
+            ptr
+        };
+        a.section("contribute to another CTA's tile", |a| {
+            let slot = slot_ptr(a, segment.stripe_idx);
+            for (n, item) in items.iter().enumerate() {
+                a.st_global_v4_f32(slot.at((n as u32 * item_bytes) as i32), **item);
+            }
+            let lock = emit_lock_ptr(a, &self.params, segment);
+            a.bar_sync_n(OWNERS, owner_threads);
+            a.when(first, |a| a.red_release_gpu_global_add_u32(lock, 1u32));
+            a.bra(done);
+        });
+        a.bind(own);
+        a.section("wait for the other CTAs", |a| {
+            let num_helpers = emit_num_helpers(a, &self.params, segment);
+            let alone = a.test_u32(Cmp::Eq, num_helpers, 0);
+            a.when(alone, |a| a.bra(output));
+            let lock = emit_lock_ptr(a, &self.params, segment);
+            let [spin, locked] = ["spin", "locked"].map(|name| a.label(name));
+            a.unless(first, |a| a.bra(locked));
+            a.bind(spin);
+            let seen = a.reg();
+            a.ld_acquire_gpu_global_u32(seen, lock);
+            let early = a.test_u32(Cmp::Ne, seen, num_helpers);
+            a.when(early, |a| a.bra(spin));
+            a.bind(locked);
+            a.bar_sync_n(OWNERS, owner_threads);
+            a.when(first, |a| a.st_global_b32(lock, 0u32));
+            let next_slot = a.reg();
+            a.add_u32(next_slot, segment.stripe_idx, 1);
+            let slot = slot_ptr(a, next_slot);
+            let next = a.label("next_part");
+            a.bind(next);
+            for (n, item) in items.iter().enumerate() {
+                let part: [Reg<F32>; 4] = a.regs();
+                a.ld_global_v4_f32(part, slot.at((n as u32 * item_bytes) as i32));
+                for (sum, part) in item.iter().zip(part) {
+                    a.add_f32(*sum, *sum, part);
+                }
+            }
+            a.add_u64(slot, slot, u64::from(slot_bytes));
+            a.sub_u32(num_helpers, num_helpers, 1);
+            let more = a.test_u32(Cmp::Ne, num_helpers, 0);
+            a.when(more, |a| a.bra(next));
+        });
+        a.bind(output);
+        a.section("output", |a| self.emit_rows_out(a, sums, place));
+        a.bind(done);
+    }
+
+    /// Teams other than the first store their sums and are done; the first adds them in team order.
+    fn emit_exchange(
+        &self,
+        a: &mut Asm,
+        sums: &Accumulators,
+        in_team: Reg<B32>,
+        done: crate::asm::reg::Label,
+    ) {
+        let config = self.config;
+        let team_threads = 32 * config.warps_n;
+        let threads = config.num_threads();
+        let team_bytes = num_items(config) * 16 * team_threads;
+        let [team, base] = a.regs();
+        a.shr_u32(team, self.tid, team_threads.ilog2());
+        a.and_b32(in_team, self.tid, team_threads - 1);
+        a.mad_lo_u32(base, in_team, 16, self.smem);
+        let add = a.label("add_teams");
+        let is_first = a.test_u32(Cmp::Eq, team, 0);
+        a.when(is_first, |a| a.bra(add));
+        let region = self.plan.exchange;
+        let [before, to] = a.regs();
+        a.sub_u32(before, team, 1);
+        a.mad_lo_u32(to, before, team_bytes, base);
+        for (n, item) in sums.iter().flatten().enumerate() {
+            let place = to.at(region.start + n as u32 * 16 * team_threads).within(region);
+            a.st_shared_v4_f32(place, *item);
+        }
+        a.bar_sync_n(CONSUMERS, threads);
+        a.bar_sync_n(CONSUMERS, threads);
+        a.bra(done);
+        a.bind(add);
+        a.bar_sync_n(CONSUMERS, threads);
+        for other in 0..config.warps_k - 1 {
+            for (n, item) in sums.iter().flatten().enumerate() {
+                let offset = region.start + other * team_bytes + n as u32 * 16 * team_threads;
+                let part: [Reg<F32>; 4] = a.regs();
+                a.ld_shared_v4_f32(part, base.at(offset).within(region));
+                for (sum, part) in item.iter().zip(part) {
+                    a.add_f32(*sum, *sum, part);
+                }
+            }
+        }
+        a.bar_sync_n(CONSUMERS, threads);
+    }
+
+    /// Rounds, transposes and writes the tile.
+    fn emit_rows_out(&self, a: &mut Asm, sums: &Accumulators, place: &Place) {
+        let config = self.config;
+        let tiles = config.tiles_per_warp();
+        let pitch = staging_pitch(config);
+        let staging = self.plan.staging;
+        let [group, warp, matrix, row, half, store, load, in_group] = a.regs();
+        // The warpgroup's part of the staging buffer.
+        a.shr_u32(group, self.warp, 2);
+        a.and_b32(warp, self.warp, 3);
+        let part = a.reg();
+        a.mad_lo_u32(part, group, staging_rows(config) * pitch, self.smem);
+        // stmatrix: lane 8 i + r gives row r of matrix i: channels 8 (i % 2), rows 8 (i / 2).
+        a.shr_u32(matrix, self.lane, 3);
+        a.and_b32(row, self.lane, 7);
+        a.and_b32(half, matrix, 1);
+        a.shr_u32(matrix, matrix, 1);
+        a.mad_lo_u32(row, matrix, 8, row);
+        a.mad_lo_u32(store, row, pitch, part);
+        a.mad_lo_u32(store, half, 16, store);
+        a.mad_lo_u32(store, warp, 32 * tiles, store);
+        // Rows out: 8 bytes, four channels, a thread.
+        let quads = 16 * tiles;
+        let rows_per_pass = 128 / quads;
+        let [quad, out_row, channel, left] = a.regs();
+        a.and_b32(in_group, self.tid, 127);
+        a.and_b32(quad, in_group, quads - 1);
+        a.shr_u32(out_row, in_group, quads.ilog2());
+        a.mad_lo_u32(load, out_row, pitch, part);
+        a.mad_lo_u32(load, quad, 8, load);
+        let n = load_u32(a, self.params.n);
+        let m = load_u32(a, self.params.m);
+        let stride = load_u32(a, self.params.c_stride_bytes);
+        let c_ptr = load_u64(a, self.params.c_ptr);
+        a.mul_lo_u32(channel, place.column_tile, config.tile_n);
+        a.mad_lo_u32(channel, group, 64 * tiles, channel);
+        a.mad_lo_u32(channel, quad, 4, channel);
+        // Rows that exist from this thread's first one on, none if its channels do not exist.
+        let exists = a.test_u32(Cmp::Lt, channel, n);
+        a.sub_u32(left, m, place.row_begin);
+        a.selp_b32(left, left, 0u32, exists);
+        let out: Reg<B64> = a.reg();
+        let first_row = a.reg();
+        a.add_u32(first_row, place.row_begin, out_row);
+        a.mad_wide_u32(out, first_row, stride, c_ptr);
+        a.mad_wide_u32(out, channel, 2, out);
+        let step: Reg<B64> = a.reg();
+        a.mul_wide_u32(step, stride, rows_per_pass);
+        let sums = self.emit_column_scaled(a, sums, place);
+        let barrier = a.reg();
+        a.add_u32(barrier, group, WARPGROUP);
+        let fragments = config.tile_m / 8;
+        let per_batch = staging_rows(config) / 8;
+        for first in (0..fragments).step_by(per_batch as usize) {
+            let count = per_batch.min(fragments - first);
+            a.bar_sync_n(barrier, 128);
+            for pair in (0..count).step_by(2) {
+                for (tile, sums) in sums.iter().enumerate() {
+                    let words: [Reg<B32>; 4] = a.regs();
+                    for j in 0..2 {
+                        // An odd last fragment stands in for the missing one; nobody reads those rows.
+                        let index = (first + pair + j).min(fragments - 1) as usize;
+                        let [d0, d1, d2, d3] = sums[index];
+                        a.cvt_rn_f16x2_f32(words[2 * j as usize], d1, d0);
+                        a.cvt_rn_f16x2_f32(words[2 * j as usize + 1], d3, d2);
+                    }
+                    let offset = staging.start + 8 * pair * pitch + 32 * tile as u32;
+                    let to = store.at(offset).within(staging);
+                    a.stmatrix_sync_aligned_m8n8_x4_trans_shared_b16(to, words);
+                }
+            }
+            a.bar_sync_n(barrier, 128);
+            for pass in 0..(8 * count) / rows_per_pass {
+                let row = a.reg();
+                a.add_u32(row, out_row, 8 * first + pass * rows_per_pass);
+                let writes = a.test_u32(Cmp::Lt, row, left);
+                let words: [Reg<B32>; 2] = a.regs();
+                let from = load.at(staging.start + pass * rows_per_pass * pitch).within(staging);
+                a.ld_shared_v2_b32(words, from);
+                a.when(writes, |a| a.st_global_v2_b32(out, words));
+                a.add_u64(out, out, step);
+            }
+        }
+    }
+
+    /// The sums times their columns' scales, if they are per column.
+    fn emit_column_scaled(&self, a: &mut Asm, sums: &Accumulators, place: &Place) -> Accumulators {
+        let config = self.config;
+        if config.group != Group::PerColumn {
+            return sums.clone();
+        }
+        let tiles = config.tiles_per_warp();
+        let ptr = load_u64(a, self.params.column_scales_ptr);
+        let n = load_u32(a, self.params.n);
+        // The owners are the first team.
+        let warp_n = self.warp;
+        let [channel, g] = a.regs();
+        a.shr_u32(g, self.lane, 2);
+        a.mul_lo_u32(channel, place.column_tile, config.tile_n);
+        a.mad_lo_u32(channel, warp_n, 16 * tiles, channel);
+        a.add_u32(channel, channel, g);
+        let from: Reg<B64> = a.reg();
+        a.mad_wide_u32(from, channel, 2, ptr);
+        let mut scaled = Vec::new();
+        for (tile, fragments) in sums.iter().enumerate() {
+            let scales: [Reg<F32>; 2] = std::array::from_fn(|high| {
+                let offset = 16 * tile as u32 + 8 * high as u32;
+                let (column, scale) = (a.reg(), a.reg());
+                a.add_u32(column, channel, offset);
+                let exists = a.test_u32(Cmp::Lt, column, n);
+                let value: Reg<B16> = a.reg();
+                let zero: Reg<B32> = a.reg();
+                let high_half: Reg<B16> = a.reg();
+                a.mov_b32(zero, 0);
+                a.mov_b32_unpack([value, high_half], zero);
+                a.when(exists, |a| a.ld_global_b16(value, from.at(2 * offset as i32)));
+                a.cvt_f32_f16(scale, value);
+                scale
+            });
+            let products = fragments.iter().map(|fragment| {
+                let product: [Reg<F32>; 4] = a.regs();
+                for (r, (product, sum)) in product.iter().zip(fragment).enumerate() {
+                    a.mul_f32(*product, *sum, scales[r / 2]);
+                }
+                product
+            });
+            scaled.push(products.collect());
+        }
+        scaled
+    }
+}
