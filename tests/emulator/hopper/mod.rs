@@ -60,7 +60,7 @@ pub fn pointer(asm: &mut Asm, name: &'static str) -> Reg<B64> {
 pub fn map(asm: &mut Asm, name: &'static str) -> Reg<B64> {
     let param = asm.param_tensor_map(name);
     let reg = asm.reg();
-    asm.mov_b64_param(reg, param);
+    asm.cvta_param_u64(reg, param);
     reg
 }
 
