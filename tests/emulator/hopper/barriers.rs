@@ -155,6 +155,39 @@ fn bytes_are_counted() {
     fault("too many announced", FaultKind::MbarrierMisuse, &copies(1 << 20, 64, 64));
 }
 
+/// An announcement without an arrival belongs to the phase only if one of its arrivals comes later.
+#[test]
+fn announcements_come_before_an_arrival() {
+    let program = |met: bool| {
+        let order = |asm: &mut Asm| {
+            asm.fence_mbarrier_init_release_cluster();
+            asm.bar_sync(0);
+        };
+        two_warps(1, order, move |asm, p, bar| {
+            let buffer = asm.smem.region("buffer", 64, 128);
+            let input = pointer(asm, "input");
+            let announces = elect_in(asm, p, 0);
+            asm.when(announces, |asm| {
+                asm.mbarrier_expect_tx_shared_cta_b64(bar, 64);
+                let to = p.smem.at(buffer.start);
+                asm.cp_async_bulk_shared_global(to, input, 64, bar);
+            });
+            if met {
+                asm.bar_sync(0);
+            }
+            let arrives = elect_in(asm, p, 1);
+            asm.when(arrives, |asm| asm.mbarrier_arrive_shared_cta_b64(bar));
+            wait(asm, bar, 0);
+            let word = asm.reg();
+            asm.ld_shared_b32(word, p.smem.at(buffer.start));
+        })
+    };
+    clean("met", &program(true));
+    // If the arrival comes first the phase ends without the copy, and nobody waits for the next one.
+    let kinds = [FaultKind::MbarrierMisuse, FaultKind::MissingWait, FaultKind::UndefinedMemory];
+    expect("not met", &kinds, &program(false), &[7; 256]);
+}
+
 /// A program in which warp 0 writes words, tells by `tell`, and warp 1 reads them after `see`.
 fn message(
     tell: impl FnOnce(&mut Asm, Prelude, SharedAddr),

@@ -299,6 +299,18 @@ pub fn patterns() -> Vec<Pattern> {
     ]
 }
 
+/// The assembler takes the patterns, and finds no product that it would have to serialise.
+#[test]
+fn patterns_assemble() {
+    let Some(ptxas) = super::common::oracle::Ptxas::find() else { return };
+    for pattern in patterns() {
+        let built = ptxas.assemble(&pattern.module.to_string(), "sm_90a", &[]);
+        let built = built.unwrap_or_else(|log| panic!("{}: {log}", pattern.name));
+        assert!(!built.log.contains("C75"), "{}: {}", pattern.name, built.log);
+        assert_eq!(built.spill_bytes, 0, "{}: {}", pattern.name, built.log);
+    }
+}
+
 /// Every pattern is clean and right, on every backend, in many orders, begun early or not.
 #[test]
 fn patterns_are_clean_and_right() {
