@@ -206,7 +206,12 @@ impl Case {
         let tolerance = Tolerance::of(Fill::Integers, &config, k, stripe);
         let setups: Vec<Setup> = [None, Some(1), Some(2)]
             .map(|seed| {
-                let options = Options { seed, max_idle_steps: 100_000, max_steps: 8 << 20 };
+                let options = Options {
+                    seed,
+                    max_idle_steps: 100_000,
+                    max_steps: 8 << 20,
+                    ..Options::default()
+                };
                 let emu = EmuBackend::h200_like(4).with_options(options);
                 Setup::new(&Device::emulated(emu), layer.clone())
             })

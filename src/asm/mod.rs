@@ -11,6 +11,7 @@
 //! This room knows nothing of Marlin, of files or of CUDA. An instruction exists in one place, its row in
 //! `isa/`; text, typed builder method, operand roles, requirement and meaning all come from there.
 
+mod addr;
 pub mod builder;
 pub mod isa;
 pub mod module;

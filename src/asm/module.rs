@@ -1,6 +1,8 @@
 //! A finished program: target, entry, parameters, registers and shared-memory plan.
 
 use super::builder::{Item, Node};
+use super::isa::Inst;
+use super::isa::cluster::Cluster;
 use super::reg::{Param, Region};
 use super::types::Class;
 use crate::target::{PtxIsa, SmArch};
@@ -99,10 +101,11 @@ impl Module {
         })
     }
 
-    /// Whether the kernel waits for the one before it, whatever its data, so that it may start early.
+    /// Whether the kernel waits for the one before it (`griddepcontrol.wait`), so that it may start early. One
+    /// that does not is launched in plain order whatever the caller permits. That every CTA waits, before it
+    /// touches anything that the kernel before may touch, is for the emulator to find out.
     pub fn waits_for_previous(&self) -> bool {
-        self.nodes()
-            .any(|node| node.guard.is_none() && node.inst.row().method == "griddepcontrol_wait")
+        self.nodes().any(|node| matches!(node.inst, Inst::Cluster(Cluster::GriddepcontrolWait(_))))
     }
 
     /// Registers with which a thread enters the kernel, if the assembler takes all that `.reqntid` and

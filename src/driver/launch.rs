@@ -3,6 +3,8 @@
 //! A launch checks the shape against the device and the kernel before the driver sees it, neither
 //! allocates nor waits, and returns what the driver says. Arguments are packed as PTX lays out
 //! parameters: each at the next multiple of its alignment, in the order of the entry's declaration.
+//! A tensor map is the exception: it lies where its address in the constant bank is a multiple of 64, and
+//! the parameters of an architecture begin anywhere in that bank. The launch moves it there.
 //!
 //! Launching is no `unsafe` call: a kernel reaches the memory that its arguments name, and whoever
 //! made an address from a raw one vouched for it ([`DevicePtr::from_raw`]).
@@ -21,7 +23,18 @@ use super::sys::{self, LaunchAttribute};
 const ARG_WORDS: usize = 64;
 
 /// Sizes of a list's arguments in bytes, zeros behind the last. Offsets follow from them.
-pub(super) type ArgSizes = [u8; ARG_WORDS];
+type ArgSizes = [u8; ARG_WORDS];
+
+/// A list that the kernel takes: sizes, and where its parameters lie, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Signature {
+    sizes: ArgSizes,
+    offsets: [u16; ARG_WORDS],
+}
+
+/// Where the parameters of a kernel for sm_90 begin in the constant bank. Source: what ptxas of CUDA 13 and
+/// nvdisasm print (`EIATTR_PARAM_CBANK`, `EIATTR_KPARAM_INFO`).
+const SM_90_PARAMS_AT: usize = 0x210;
 
 /// The alignment of an argument: its size, except that of a tensor map.
 const fn alignment(bytes: usize) -> usize {
@@ -59,12 +72,14 @@ pub struct Args {
     count: usize,
     /// Bytes that the arguments take, also those beyond the room.
     bytes: usize,
+    /// There is a tensor map among them.
+    has_map: bool,
 }
 
 impl Args {
     /// No arguments.
     pub const fn new() -> Self {
-        Self { words: [0; ARG_WORDS], sizes: [0; ARG_WORDS], count: 0, bytes: 0 }
+        Self { words: [0; ARG_WORDS], sizes: [0; ARG_WORDS], count: 0, bytes: 0, has_map: false }
     }
 
     /// Appends an argument.
@@ -81,6 +96,23 @@ impl Args {
             *size = size_of::<A>() as u8;
         }
         self.count += 1;
+        self.has_map |= align_of::<A>() == MAX_ALIGNMENT;
+    }
+
+    /// The same arguments at other places.
+    fn at(&self, offsets: &[u16; ARG_WORDS]) -> Self {
+        let mut moved = Self { words: [0; ARG_WORDS], bytes: 0, ..*self };
+        let from: &[u8] = bytemuck::cast_slice(&self.words);
+        let to: &mut [u8] = bytemuck::cast_slice_mut(&mut moved.words);
+        let mut end = 0_usize;
+        for (size, offset) in self.sizes[..self.count].iter().zip(offsets) {
+            let (size, offset) = (usize::from(*size), usize::from(*offset));
+            let start = end.next_multiple_of(alignment(size));
+            end = start + size;
+            to[offset..offset + size].copy_from_slice(&from[start..end]);
+            moved.bytes = offset + size;
+        }
+        moved
     }
 
     /// Appends an argument, in a chain.
@@ -88,29 +120,6 @@ impl Args {
     pub fn with<A: KernelArg>(mut self, arg: A) -> Self {
         self.push(arg);
         self
-    }
-
-    /// Whether one of the arguments is a tensor map. Where those lie among the parameters is up to the
-    /// assembler: it aligns their address in the constant bank, not their offset, so such a list is passed
-    /// by pointers and not as one packed buffer.
-    fn has_tensor_map(&self) -> bool {
-        self.sizes[..self.count.min(ARG_WORDS)]
-            .iter()
-            .any(|size| usize::from(*size) == MAX_ALIGNMENT * 2)
-    }
-
-    /// A pointer to each argument.
-    fn pointers(&self) -> [*mut c_void; ARG_WORDS] {
-        let base: *const u8 = self.words.as_ptr().cast();
-        let mut end = 0_usize;
-        let mut pointers = [std::ptr::null_mut(); ARG_WORDS];
-        for (pointer, size) in pointers.iter_mut().zip(&self.sizes[..self.count.min(ARG_WORDS)]) {
-            let size = usize::from(*size);
-            let start = end.next_multiple_of(alignment(size));
-            end = start + size;
-            *pointer = base.wrapping_add(start).cast_mut().cast();
-        }
-        pointers
     }
 
     /// Size of the packed list, in bytes.
@@ -185,19 +194,21 @@ impl Function {
     /// driver refuses; it alone notices that arguments are missing at the end. Errors of the running kernel come out of a later call that waits for it.
     #[inline]
     pub fn launch(&self, stream: StreamRef<'_>, shape: &LaunchShape, args: &Args) -> Result<()> {
-        self.check(shape, args)?;
+        let signature = self.check(shape, args)?;
+        let moved = args.has_map.then(|| args.at(&signature.offsets));
+        let args = moved.as_ref().unwrap_or(args);
         let context = self.context();
         let _current = context.bind()?;
         let mut bytes = args.bytes;
         let mut extra = extra(args, &mut bytes);
-        let mut pointers = args.pointers();
-        let [params, extra] = by_pointers(args, &mut pointers, &mut extra);
         let LaunchShape { grid: [gx, gy, gz], threads: [tx, ty, tz], dynamic_smem_bytes } = *shape;
-        // SAFETY: function and stream are alive; `params` or `extra` name the arguments, and
-        // the driver copies them before it returns.
+        // SAFETY: function and stream are alive; `extra` names the packed arguments and their size,
+        // and the driver copies them before it returns.
         let launched = unsafe {
+            let none = std::ptr::null_mut();
+            let (function, extra) = (self.raw, extra.as_mut_ptr());
             context.api().cuLaunchKernel(
-                self.raw,
+                function,
                 gx,
                 gy,
                 gz,
@@ -206,11 +217,11 @@ impl Function {
                 tz,
                 dynamic_smem_bytes,
                 stream.raw,
-                params,
+                none,
                 extra,
             )
         };
-        self.remember(args, launched)
+        self.remember(signature, launched)
     }
 
     /// Enqueues the kernel with attributes.
@@ -227,18 +238,20 @@ impl Function {
         if *attrs == LaunchAttrs::default() {
             return self.launch(stream, shape, args);
         }
-        self.check(shape, args)?;
+        let signature = self.check(shape, args)?;
+        let moved = args.has_map.then(|| args.at(&signature.offsets));
+        let args = moved.as_ref().unwrap_or(args);
         let context = self.context();
         let _current = context.bind()?;
         let mut bytes = args.bytes;
         let mut extra = extra(args, &mut bytes);
-        let mut pointers = args.pointers();
-        let [params, extra] = by_pointers(args, &mut pointers, &mut extra);
         let (entries, num_attrs) = attrs.entries();
         let config = config(shape, stream, &entries, num_attrs);
+        let none = std::ptr::null_mut();
         // SAFETY: as for `launch`; the configuration and its attributes outlive the call.
-        let launched = unsafe { context.api().cuLaunchKernelEx(&config, self.raw, params, extra) };
-        self.remember(args, launched)
+        let launched =
+            unsafe { context.api().cuLaunchKernelEx(&config, self.raw, none, extra.as_mut_ptr()) };
+        self.remember(signature, launched)
     }
 
     /// How many CTAs of this kernel fit on one SM.
@@ -274,9 +287,10 @@ impl Function {
         Ok(count.max(0) as u32)
     }
 
-    /// Refuses what the device or the kernel cannot do, before the driver is called.
+    /// Refuses what the device or the kernel cannot do, before the driver is called. Says where the kernel
+    /// has its parameters.
     #[inline]
-    fn check(&self, shape: &LaunchShape, args: &Args) -> Result<()> {
+    fn check(&self, shape: &LaunchShape, args: &Args) -> Result<Signature> {
         let info = self.context().info();
         let per_dimension = |what, sizes: &[u32; 3], limits: &[u32; 3]| {
             let over =
@@ -315,49 +329,71 @@ impl Function {
             }
         }
         match self.accepted.get() {
-            Some(sizes) if *sizes == args.sizes => Ok(()),
+            Some(signature) if signature.sizes == args.sizes => Ok(*signature),
             _ => self.check_args(args),
         }
     }
 
     /// Compares the arguments with what the driver says of the kernel's parameters. It is asked for
     /// as many as there are arguments and never beyond the last parameter, unless an argument is
-    /// too many: tools that watch the driver's calls report such a question as an error.
+    /// too many: tools that watch the driver's calls report such a question as an error. A driver that
+    /// cannot be asked is trusted to have them where ptxas puts them.
     #[cold]
-    fn check_args(&self, args: &Args) -> Result<()> {
+    fn check_args(&self, args: &Args) -> Result<Signature> {
         let api = self.context().api();
-        if !api.has("cuFuncGetParamInfo") {
-            return Ok(());
-        }
         let _current = self.context().bind()?;
+        let is_known = api.has("cuFuncGetParamInfo");
+        let mut signature = Signature { sizes: args.sizes, offsets: [0; ARG_WORDS] };
         let mut end = 0_usize;
         for (index, size) in args.sizes[..args.count].iter().enumerate() {
-            let size = usize::from(*size);
-            let given = Placed { offset: end.next_multiple_of(alignment(size)), bytes: size };
-            let mut declared = Placed { offset: 0, bytes: 0 };
-            let Placed { offset, bytes } = &mut declared;
-            // SAFETY: the driver writes two sizes, or refuses an index beyond the last one.
-            let known = unsafe { api.cuFuncGetParamInfo(self.raw, index, offset, bytes) };
-            let declared = known.is_ok().then_some(declared);
-            let agrees = match args.has_tensor_map() {
-                // Passed by pointers: only sizes count.
-                true => declared.is_some_and(|declared| declared.bytes == given.bytes),
-                false => declared == Some(given),
-            };
-            if !agrees {
-                return Err(Error::Argument { kernel: self.name().into(), index, given, declared });
+            let bytes = usize::from(*size);
+            let is_map = alignment(bytes) == MAX_ALIGNMENT;
+            let bank = if is_map { self.params_at() } else { 0 };
+            let offset = (bank + end).next_multiple_of(alignment(bytes)) - bank;
+            let mut given = Placed { offset, bytes };
+            if is_known {
+                let mut declared = Placed { offset: 0, bytes: 0 };
+                let Placed { offset, bytes } = &mut declared;
+                // SAFETY: the driver writes two sizes, or refuses an index beyond the last one.
+                let known = unsafe { api.cuFuncGetParamInfo(self.raw, index, offset, bytes) };
+                let declared = known.is_ok().then_some(declared);
+                match declared {
+                    Some(declared) if declared == given => {}
+                    // The driver knows where a map lies.
+                    Some(Placed { offset, bytes })
+                        if is_map && bytes == given.bytes && offset >= end =>
+                    {
+                        given.offset = offset;
+                    }
+                    _ => {
+                        let kernel = self.name().into();
+                        return Err(Error::Argument { kernel, index, given, declared });
+                    }
+                }
             }
             end = given.offset + given.bytes;
+            if end > ARG_WORDS * 8 {
+                let (what, remedy) =
+                    ("kernel arguments, in bytes", "pass large arguments through memory");
+                return Err(limit_error(what, end as u64, ARG_WORDS as u64 * 8, remedy));
+            }
+            signature.offsets[index] = given.offset as u16;
         }
-        Ok(())
+        Ok(signature)
+    }
+
+    /// Where ptxas lets the kernel's parameters begin in the constant bank, as far as that moves a tensor
+    /// map.
+    fn params_at(&self) -> usize {
+        if self.attrs().binary_version == 90 { SM_90_PARAMS_AT } else { 0 }
     }
 
     /// Keeps the shape of the first list that the driver took, so that it need not be compared again.
     #[inline]
-    fn remember(&self, args: &Args, launched: Result<()>) -> Result<()> {
+    fn remember(&self, signature: Signature, launched: Result<()>) -> Result<()> {
         if launched.is_ok() && self.accepted.get().is_none() {
             // Another thread may have been first: one list is as good as another.
-            let _ = self.accepted.set(args.sizes);
+            let _ = self.accepted.set(signature);
         }
         launched
     }
@@ -378,18 +414,6 @@ fn extra(args: &Args, bytes: &mut usize) -> [*mut c_void; 5] {
         std::ptr::from_mut(bytes).cast(),
         sys::LAUNCH_PARAM_END,
     ]
-}
-
-/// The two ways to name arguments as the driver takes them, one of them null.
-fn by_pointers(
-    args: &Args,
-    pointers: &mut [*mut c_void; ARG_WORDS],
-    extra: &mut [*mut c_void; 5],
-) -> [*mut *mut c_void; 2] {
-    match args.has_tensor_map() {
-        true => [pointers.as_mut_ptr(), std::ptr::null_mut()],
-        false => [std::ptr::null_mut(), extra.as_mut_ptr()],
-    }
 }
 
 fn config(
@@ -424,6 +448,18 @@ mod tests {
         assert_eq!(bytes[4..8], 5_u32.to_le_bytes());
         assert_eq!(bytes[8..12], 7_i32.to_le_bytes());
         assert_eq!(bytes[16..24], 0x1122_3344_5566_7788_u64.to_le_bytes());
+    }
+
+    #[test]
+    fn arguments_move_to_where_the_kernel_has_them() {
+        let args = Args::new().with(0x11_u32).with(0x2222_u64).with(0x33_u32);
+        let mut offsets = [0; ARG_WORDS];
+        offsets[..3].copy_from_slice(&[4, 48, 56]);
+        let moved = args.at(&offsets);
+        assert_eq!(moved.size_bytes(), 60);
+        let words: &[u32] = bytemuck::cast_slice(&moved.words);
+        assert_eq!((words[0], words[1], words[12], words[14]), (0, 0x11, 0x2222, 0x33));
+        assert_eq!(words.iter().filter(|word| **word != 0).count(), 3);
     }
 
     #[test]

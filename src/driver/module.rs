@@ -17,7 +17,7 @@ use super::context::Context;
 use super::elf;
 use super::error::{Error, Result};
 use super::jit_log::{self, JitCall};
-use super::launch::ArgSizes;
+use super::launch::Signature;
 use super::sys::{self, CUfunction, CUlinkState, CUmodule};
 
 /// How the driver assembles PTX.
@@ -251,8 +251,8 @@ pub struct Function {
     max_dynamic_smem_bytes: AtomicU32,
     /// Held while the limit is raised, so that the driver's value and ours cannot part.
     raising: Mutex<()>,
-    /// Sizes of the arguments that the driver took once.
-    pub(super) accepted: OnceLock<ArgSizes>,
+    /// The arguments that the driver took once.
+    pub(super) accepted: OnceLock<Signature>,
 }
 
 // SAFETY: function handles may be used from any thread.

@@ -101,7 +101,7 @@ impl Executor<'_> {
                 lane,
                 "tile copy",
                 format!("{addr:#x} is no tensor map of this launch"),
-                "pass the map as an entry parameter and take its address with `mov.b64`",
+                "pass the map as an entry parameter and take its address with `cvta.param`",
             )
         })
     }

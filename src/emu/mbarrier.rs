@@ -3,7 +3,8 @@
 //! A copy is counted on the phase that is current when it is issued, for that phase cannot end without it:
 //! its bytes are already missing from the transaction count, or the arrival that announces them is still to
 //! come. A phase whose arrivals are complete while fewer bytes were announced than copied ends too early on
-//! some schedule, so that is a fault; one with bytes still to come simply does not end.
+//! some schedule, so that is a fault; one with bytes still to come simply does not end. An announcement alone
+//! (`expect_tx`) holds no phase up, so an arrival of the phase must be known to come after it.
 //! A waiter learns what the arriving threads published and that the phase's copies have landed. An arrival
 //! from another CTA without cluster scope tells only what is over: it releases what was read.
 //! Source: PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier".
@@ -46,6 +47,8 @@ pub(super) struct Mbarrier {
     pub seen: u32,
     /// The newest phase, counted from 1, with copies, and the last of them.
     pub traffic: Option<Stamp>,
+    /// Who announced bytes in this phase without arriving.
+    announced: Vec<Stamp>,
 }
 
 impl Mbarrier {
@@ -62,17 +65,22 @@ impl Mbarrier {
         )
     }
 
-    /// Ends the phase if nothing is missing. Whether it did.
-    fn settle(&mut self, fallback: impl FnOnce() -> Knowledge) -> bool {
+    /// Ends the phase if nothing is missing.
+    ///
+    /// # Errors
+    /// An announcement of bytes that no arrival waited for: the phase may end without it.
+    fn settle(&mut self, fallback: impl FnOnce() -> Knowledge) -> Result<(), Stamp> {
         if self.pending != 0 || self.tx != 0 {
-            return false;
+            return Ok(());
         }
         self.phase += 1;
         self.pending = self.count;
         let mut news = self.arrived.take().unwrap_or_else(|| Arc::new(fallback()));
+        let loose = self.announced.iter().copied().find(|stamp| !news.covers(stamp));
+        self.announced.clear();
         Arc::make_mut(&mut news).raise(self.agent, self.phase);
         self.last = Some(news);
-        true
+        loose.map_or(Ok(()), Err)
     }
 }
 
@@ -115,7 +123,11 @@ impl Executor<'_> {
         let (rank, index) = self.barrier_at(lane, at, op == BarrierOp::ArriveCluster)?;
         match op {
             BarrierOp::Init(_) => {}
-            BarrierOp::ExpectTx(bytes) => self.expect(lane, rank, index, bytes)?,
+            BarrierOp::ExpectTx(bytes) => {
+                self.expect(lane, rank, index, bytes)?;
+                let stamp = self.stamp(lane, 0);
+                self.cta.barriers.list[index].announced.push(stamp);
+            }
             BarrierOp::Arrive(bytes) => {
                 self.expect(lane, rank, index, bytes)?;
                 self.arrive(lane, rank, index)?;
@@ -166,6 +178,7 @@ impl Executor<'_> {
             last: None,
             seen: 0,
             traffic: None,
+            announced: Vec::new(),
         };
         self.cta.barriers.add(self.cta.shared.len(), barrier);
         self.progress = true;
@@ -195,7 +208,6 @@ impl Executor<'_> {
             if !cluster {
                 return Err(self.outside_shared(lane, "use of a barrier", at.addr.into(), 8));
             }
-            self.check_peer(lane, rank, "arrival")?;
             self.check_fenced_init(lane, rank, index)?;
             return Ok((rank, index));
         }
@@ -212,6 +224,9 @@ impl Executor<'_> {
     /// The initialised barrier at an address.
     pub(super) fn find_barrier(&mut self, lane: u32, at: SharedAt) -> Result<(usize, usize), Stop> {
         let (rank, place) = self.shared_range(lane, "use of a barrier", at, 8, 8)?;
+        if rank != self.rank {
+            self.check_peer(lane, rank, "use of a barrier")?;
+        }
         match self.state(rank).barriers.find(place) {
             Some(index) => Ok((rank, index)),
             None => Err(self.fault(
@@ -328,7 +343,20 @@ impl Executor<'_> {
         let state = self.state(rank);
         let (own, len) = (state.index, state.threads.len());
         let barrier = &mut state.barriers.list[index];
-        barrier.settle(|| Knowledge::none(own, len));
+        if let Err(loose) = barrier.settle(|| Knowledge::none(own, len)) {
+            let what = "bytes are announced in no order with the phase's arrivals";
+            let there = self.site(own, loose.issuer().into(), loose.pc, "announced".into());
+            return Err(Box::new(Fault {
+                kind: FaultKind::MbarrierMisuse,
+                what: what.into(),
+                accesses: vec![self.here(lane, "the phase ends: counted"), there],
+                help:
+                    "announce before an arrival of the same phase: in the same thread, or before \
+                       a barrier that leads to one"
+                        .into(),
+            }));
+        }
+        let barrier = &mut self.state(rank).barriers.list[index];
         if barrier.pending == 0 && barrier.tx < 0 {
             let what = format!("more bytes were copied than announced: {}", barrier.text());
             let help = "announce with `expect_tx` all bytes that land in the phase, tiles in full \

@@ -73,7 +73,7 @@ impl Program {
             params: entry.params.clone(),
             threads: entry.threads,
             smem_bytes: entry.smem.bytes(),
-            smem_base: (1024 / entry.smem.align() | 1) * entry.smem.align(),
+            smem_base: ((1024 / entry.smem.align()) | 1) * entry.smem.align(),
             cluster: entry.cluster.max(1),
             // Allocated by the warp in units of 8 a thread.
             entry_regs: module.entry_regs().next_multiple_of(8),

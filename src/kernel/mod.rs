@@ -16,7 +16,7 @@ pub use params::Arguments;
 pub use problem::{Config, Plan, Problem, Reduction, Rows, Scaling};
 
 use crate::asm::Module;
-use crate::backend::Arg;
+use crate::backend::ArgList;
 use crate::target::SmArch;
 
 /// A kernel design for a range of architectures.
@@ -42,10 +42,8 @@ pub trait KernelFamily: Sync {
     fn num_threads(&self, config: &Config) -> u32 {
         config.num_threads()
     }
-    /// The arguments after those of [`Params`](params::Params), if the family declares more.
-    fn extra_arguments(&self, _config: &Config, _arguments: &Arguments) -> Vec<Arg> {
-        Vec::new()
-    }
+    /// Appends the arguments after those of [`Params`](params::Params), if the family declares more.
+    fn extra_arguments(&self, _config: &Config, _arguments: &Arguments, _list: &mut ArgList) {}
     /// Whether stripes run over the row tiles too; otherwise row tiles are the grid's second dimension.
     fn stripes_cover_rows(&self) -> bool {
         false

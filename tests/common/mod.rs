@@ -3,6 +3,7 @@
 
 pub mod oracle;
 pub mod row_kernel;
+pub mod row_numbers;
 pub mod row_reference;
 pub mod vectors;
 

@@ -12,8 +12,8 @@ fn figures(run: &Counts) -> (u64, u64) {
     (run.shared_wavefronts, run.conflict_wavefronts)
 }
 
-/// `ldmatrix` over rows of `row_bytes`: lane `8 j + r` names unit `j` of row `r`, swizzled or not.
-fn ldmatrix(row_bytes: u32, swizzled: bool) -> (u64, u64) {
+/// `ldmatrix` or `stmatrix` over rows of `row_bytes`: lane `8 j + r` names unit `j` of row `r`, swizzled or not.
+fn fragments(row_bytes: u32, swizzled: bool, stores: bool) -> (u64, u64) {
     let units = row_bytes / 16;
     let program = module(32, 16 * row_bytes, |asm, p| {
         // Every unit of 16 rows is written by a lane-contiguous loop: never a conflict.
@@ -35,8 +35,14 @@ fn ldmatrix(row_bytes: u32, swizzled: bool) -> (u64, u64) {
         asm.mad_lo_u32(address, row, row_bytes, p.smem);
         asm.mad_lo_u32(address, unit, 16, address);
         let fragment = asm.regs::<B32, 4>();
+        asm.bar_warp_sync(-1);
         asm.section("fragments", |asm| {
-            asm.ldmatrix_sync_aligned_m8n8_x4_shared_b16(fragment, address);
+            if stores {
+                fragment.into_iter().for_each(|word| asm.mov_b32(word, p.tid));
+                asm.stmatrix_sync_aligned_m8n8_x4_trans_shared_b16(address, fragment);
+            } else {
+                asm.ldmatrix_sync_aligned_m8n8_x4_shared_b16(fragment, address);
+            }
         });
     });
     let report = Run::new().clean(&program, [1, 1]);
@@ -47,12 +53,14 @@ fn ldmatrix(row_bytes: u32, swizzled: bool) -> (u64, u64) {
 }
 
 #[test]
-fn the_swizzle_removes_ldmatrix_conflicts() {
-    // 128-byte rows: eight rows start in one bank, so each of four matrices takes 8 wavefronts.
-    assert_eq!(ldmatrix(128, false), (4, 4 * 7));
-    assert_eq!(ldmatrix(128, true), (4, 0));
-    // 64-byte rows: two rows cover the banks, so four rows collide.
-    assert_eq!(ldmatrix(64, false), (4, 4 * 3));
+fn the_swizzle_removes_conflicts_of_fragments() {
+    for stores in [false, true] {
+        // 128-byte rows: eight rows start in one bank, so each of four matrices takes 8 wavefronts.
+        assert_eq!(fragments(128, false, stores), (4, 4 * 7));
+        assert_eq!(fragments(128, true, stores), (4, 0));
+        // 64-byte rows: two rows cover the banks, so four rows collide.
+        assert_eq!(fragments(64, false, stores), (4, 4 * 3));
+    }
 }
 
 /// One access per lane at `tid * stride` bytes, of `size` bytes.

@@ -58,7 +58,7 @@ pub unsafe extern "C" fn cuFuncGetAttribute(out: *mut i32, attribute: i32, _f: H
         2 | 3 => 0,
         4 => 40,
         5 => 70,
-        6 => 90,
+        6 => capability(),
         8 => state().max_dynamic_smem,
         _ => return INVALID_VALUE,
     };
@@ -130,10 +130,10 @@ pub unsafe fn launch(
         return INVALID_VALUE;
     }
     let words = keys[1].cast::<u64>();
+    let at = |idx: usize| words.byte_add(params[idx].0);
     let work = match &*name {
         "add_one" => Work::AddOne { dst: *words, src: *words.add(1), n: *words.add(2) as u32 },
-        // The map is at the next multiple of 64.
-        "echo_map" => Work::EchoMap { dst: *words, map: words.add(8).cast::<[u64; 16]>().read() },
+        "echo_map" => Work::EchoMap { dst: *words, map: at(1).cast::<[u64; 16]>().read() },
         _ => Work::Nothing,
     };
     let launch = Launch { work, line: format!("{name} x{grid_x} {how}") };

@@ -5,7 +5,7 @@
 //! other one does nothing. Like the real driver it refuses calls without a
 //! current context and handles of another one. With `--cfg full` it also has capture, graphs and
 //! the newer launch call; without, it exports what CUDA 11.0 has and we require, no more. `--cfg
-//! no_link` takes the linker away.
+//! no_link` takes the linker away, `--cfg no_param_info` the question for parameters.
 //!
 //! Tools that watch the driver report refused questions that a program answers for itself; here
 //! `cuCtxSynchronize` fails with 4243 after one about a parameter that a kernel does not have, and after
@@ -375,7 +375,9 @@ fn entry_of(ptx: &str) -> Option<(String, Vec<(usize, usize)>)> {
             _ => (4, 4),
         };
         let end = params.last().map_or(0, |(offset, bytes)| offset + bytes);
-        params.push((end.next_multiple_of(align), bytes));
+        // Parameters begin in the middle of a line of the constant bank, on sm_90 at 0x210.
+        let bank = if capability() == 90 { 0x210 } else { 0x380 };
+        params.push(((bank + end).next_multiple_of(align) - bank, bytes));
     }
     Some((name.to_owned(), params))
 }

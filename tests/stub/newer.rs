@@ -190,6 +190,7 @@ pub unsafe extern "C" fn cuTensorMapEncodeTiled(
     0
 }
 
+#[cfg(not(no_param_info))]
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFuncGetParamInfo(
     function: Handle,

@@ -28,7 +28,7 @@ use super::stripe::{Segment, emit_stripe};
 use crate::asm::reg::{Param, Reg, Region};
 use crate::asm::types::{B32, Cmp, Pred, Special};
 use crate::asm::{Asm, Module};
-use crate::backend::{Arg, DevicePtr, Swizzle, TensorMap};
+use crate::backend::{Arg, ArgList, DevicePtr, Swizzle, TensorMap};
 use crate::target::SmArch;
 use crate::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES, TILE_K};
 
@@ -158,7 +158,7 @@ impl Extra {
 }
 
 /// The arguments for the entry parameters beside [`Params`].
-pub fn extra_arguments(config: &Config, arguments: &Arguments) -> Vec<Arg> {
+pub fn extra_arguments(config: &Config, arguments: &Arguments, list: &mut ArgList) {
     let row_tiles = arguments.m.div_ceil(config.tile_m);
     let (multiplier, shift) = magic(row_tiles);
     let a_map = TensorMap {
@@ -168,7 +168,8 @@ pub fn extra_arguments(config: &Config, arguments: &Arguments) -> Vec<Arg> {
         tile: [BOX_K, config.tile_m],
         swizzle: Swizzle::B128,
     };
-    vec![Arg::TensorMap(a_map), Arg::U32(row_tiles), Arg::U32(multiplier), Arg::U32(shift)]
+    list.push(Arg::TensorMap(a_map));
+    [row_tiles, multiplier, shift].map(Arg::U32).into_iter().for_each(|arg| list.push(arg));
 }
 
 /// What every warp of the CTA knows.
@@ -333,8 +334,8 @@ impl super::KernelFamily for Sm90WgFamily {
         32
     }
 
-    fn extra_arguments(&self, config: &Config, arguments: &Arguments) -> Vec<Arg> {
-        extra_arguments(config, arguments)
+    fn extra_arguments(&self, config: &Config, arguments: &Arguments, list: &mut ArgList) {
+        extra_arguments(config, arguments, list);
     }
 
     fn stripes_cover_rows(&self) -> bool {

@@ -4,6 +4,7 @@
 //! runs on every backend; in the emulator also with one instruction left out or weakened, see `mutants.rs`.
 
 mod barriers;
+mod clusters;
 mod copies;
 mod mutants;
 mod patterns;
@@ -13,8 +14,8 @@ mod products;
 use makaira::asm::reg::{In, Reg, SharedAddr};
 use makaira::asm::types::{B32, B64, Pred, Special};
 use makaira::asm::{Asm, Module};
-use makaira::backend::{Arg, Backend, DevicePtr, Launch, Stream};
-use makaira::emu::{EmuBackend, EmuError, Fault, Options};
+use makaira::backend::{Arg, Backend, DevicePtr, Launch, Stream, Swizzle, TensorMap};
+use makaira::emu::{EmuBackend, EmuError, Fault, FaultKind, Options};
 use makaira::target::SmArch;
 
 use super::common::Random;
@@ -45,6 +46,22 @@ pub fn module(threads: u32, cluster: u32, emit: impl FnOnce(&mut Asm, Prelude)) 
     let module = asm.finish("test", SmArch::specific(90), threads, 1);
     module.verify().unwrap_or_else(|found| panic!("{found}"));
     module
+}
+
+/// The value of a pointer parameter.
+pub fn pointer(asm: &mut Asm, name: &'static str) -> Reg<B64> {
+    let param = asm.param_u64(name);
+    let reg = asm.reg();
+    asm.ld_param_u64(reg, param);
+    reg
+}
+
+/// The address of a tensor map parameter.
+pub fn map(asm: &mut Asm, name: &'static str) -> Reg<B64> {
+    let param = asm.param_tensor_map(name);
+    let reg = asm.reg();
+    asm.cvta_param_u64(reg, param);
+    reg
 }
 
 /// Spins until the phase of `parity` of a barrier has completed.
@@ -113,13 +130,16 @@ impl Device<'_> {
     }
 }
 
+/// Makes the data of a run.
+pub type Setup = Box<dyn Fn(&Device<'_>, &mut Random) -> Case>;
+
 /// A kernel of a real kind.
 pub struct Pattern {
     pub name: &'static str,
     pub module: Module,
     pub grid: [u32; 2],
     /// Uploads the data; gives the arguments and what the buffer of results must hold.
-    pub setup: Box<dyn Fn(&Device<'_>, &mut Random) -> Case>,
+    pub setup: Setup,
 }
 
 /// The data of a run.
@@ -221,26 +241,52 @@ pub fn fault_of(error: &(dyn std::error::Error + 'static)) -> Option<Fault> {
     None
 }
 
-/// Runs a module of one CTA grid without data and expects a fault or none.
-pub fn outcome(module: &Module, grid: [u32; 2], args: &[Arg]) -> Option<Fault> {
-    let backend = emulator(None);
-    launch(&backend, module, grid, args)
-}
-
-/// Launches on an emulator; the fault, if there is one.
+/// Launches on an emulator; what kind of fault it ends in, and its report.
 pub fn launch(
     backend: &EmuBackend,
     module: &Module,
     grid: [u32; 2],
     args: &[Arg],
-) -> Option<Fault> {
-    let kernel = backend
-        .load(module)
-        .unwrap_or_else(|e| panic!("{}", std::error::Error::source(&e).expect("a cause")));
-    let launch = Launch::new(grid, args, Stream::default());
-    let done = backend.launch(kernel.as_ref(), &launch);
-    done.err()
-        .map(|error| fault_of(&error).unwrap_or_else(|| panic!("{error}: {:?}", error.source)))
+) -> Option<(FaultKind, String)> {
+    let kernel = backend.load(module).expect("it was verified");
+    let done = backend.launch(kernel.as_ref(), &Launch::new(grid, args, Stream::default()));
+    done.err().map(|error| {
+        let fault = fault_of(&error).unwrap_or_else(|| panic!("{error}: {:?}", error.source));
+        (fault.kind, fault.to_string())
+    })
+}
+
+/// A program, and the faults of which it must end in one, in every order of turns; none if it is clean.
+pub fn expect(what: &str, wanted: &[FaultKind], module: &Module, words: &[u32]) -> String {
+    let mut report = String::new();
+    for seed in [None, Some(1), Some(2)] {
+        let backend = emulator(seed);
+        let device = Device { backend: &backend };
+        let args: Vec<Arg> = module
+            .entry
+            .params
+            .iter()
+            .map(|param| match param.bytes {
+                8 => device.upload(words).into(),
+                _ => Arg::TensorMap(TensorMap {
+                    base: device.upload(words),
+                    elements: [64, 8],
+                    row_bytes: 128,
+                    tile: [64, 8],
+                    swizzle: Swizzle::B128,
+                }),
+            })
+            .collect();
+        let found = launch(&backend, module, [module.entry.cluster, 1], &args);
+        let kind = found.as_ref().map(|(kind, _)| *kind);
+        report = found.map(|(_, text)| text).unwrap_or_default();
+        let is_wanted = match kind {
+            None => wanted.is_empty(),
+            Some(kind) => wanted.contains(&kind),
+        };
+        assert!(is_wanted, "{what}, {seed:?}: {kind:?}, not {wanted:?}: {report}");
+    }
+    report
 }
 
 /// All patterns.
@@ -251,6 +297,18 @@ pub fn patterns() -> Vec<Pattern> {
         patterns_cluster::exchanged_sums(),
         patterns_cluster::multicast_pair(),
     ]
+}
+
+/// The assembler takes the patterns, and finds no product that it would have to serialise.
+#[test]
+fn patterns_assemble() {
+    let Some(ptxas) = super::common::oracle::Ptxas::find() else { return };
+    for pattern in patterns() {
+        let built = ptxas.assemble(&pattern.module.to_string(), "sm_90a", &[]);
+        let built = built.unwrap_or_else(|log| panic!("{}: {log}", pattern.name));
+        assert!(!built.log.contains("C75"), "{}: {}", pattern.name, built.log);
+        assert_eq!(built.spill_bytes, 0, "{}: {}", pattern.name, built.log);
+    }
 }
 
 /// Every pattern is clean and right, on every backend, in many orders, begun early or not.

@@ -2,13 +2,13 @@
 
 use half::f16;
 use makaira::asm::Asm;
-use makaira::asm::reg::{Reg, SharedAddr};
+use makaira::asm::reg::SharedAddr;
 use makaira::asm::types::{B32, B64, Cmp, F32};
 use makaira::backend::{Arg, Swizzle, TensorMap};
 use makaira::layout::{mma_m16n8k16, wgmma_m64k16};
 
 use super::super::common::Random;
-use super::{Case, Device, Pattern, descriptor, elect, elect_in, module, plus, wait};
+use super::{Case, Device, Pattern, descriptor, elect, elect_in, map, module, plus, pointer, wait};
 
 /// Small integers: every sum is exact.
 pub fn halves(random: &mut Random, len: usize) -> Vec<f16> {
@@ -38,21 +38,6 @@ const TOKENS: u32 = 16;
 /// Bytes of a stage: weights of 64 channels and activations of 64 k.
 const WEIGHT_BYTES: u32 = 64 * 64 * 2;
 const TOKEN_BYTES: u32 = TOKENS * 64 * 2;
-
-/// A parameter's value.
-fn pointer(asm: &mut Asm, name: &'static str) -> Reg<B64> {
-    let param = asm.param_u64(name);
-    let reg = asm.reg();
-    asm.ld_param_u64(reg, param);
-    reg
-}
-
-fn map(asm: &mut Asm, name: &'static str) -> Reg<B64> {
-    let param = asm.param_tensor_map(name);
-    let reg = asm.reg();
-    asm.cvta_param_u64(reg, param);
-    reg
-}
 
 /// `y[16][64] = x[16][k] * a[64][k]^T`: one producer warp, a warpgroup of consumers, a ring of two stages,
 /// activations by swizzled tiles, products in flight over the release of the stage before, the result by a
@@ -122,7 +107,7 @@ pub fn producer_and_consumers() -> Pattern {
                 send_tokens(asm, turn);
             }
             for turn in STAGES..TURNS {
-                wait(asm, empty(turn % STAGES), turn / STAGES % 2 ^ 1);
+                wait(asm, empty(turn % STAGES), (turn / STAGES % 2) ^ 1);
                 send_weights(asm, turn);
                 send_tokens(asm, turn);
             }

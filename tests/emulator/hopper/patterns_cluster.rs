@@ -8,14 +8,7 @@ use makaira::backend::{Arg, Swizzle, TensorMap};
 
 use super::super::common::Random;
 use super::patterns::{fragments, halves};
-use super::{Case, Device, Pattern, descriptor, elect, elect_in, module, plus, wait};
-
-fn pointer(asm: &mut Asm, name: &'static str) -> Reg<B64> {
-    let param = asm.param_u64(name);
-    let reg = asm.reg();
-    asm.ld_param_u64(reg, param);
-    reg
-}
+use super::{Case, Device, Pattern, descriptor, elect, elect_in, map, module, plus, pointer, wait};
 
 fn rank(asm: &mut Asm) -> Reg<B32> {
     let rank = asm.reg();
@@ -107,9 +100,7 @@ pub fn multicast_pair() -> Pattern {
         let ring = asm.smem.region("ring", STAGES * TOKEN_BYTES, 1024);
         let bars = asm.smem.region("barriers", 16 * STAGES, 16);
         let weights = pointer(asm, "weights");
-        let param = asm.param_tensor_map("x");
-        let x = asm.reg();
-        asm.cvta_param_u64(x, param);
+        let x = map(asm, "x");
         let out = pointer(asm, "out");
         let rank = rank(asm);
         let full = |s: u32| p.smem.at(bars.start + 8 * s).within(bars);
@@ -143,7 +134,7 @@ pub fn multicast_pair() -> Pattern {
             for turn in 0..TURNS {
                 let s = turn % STAGES;
                 if turn >= STAGES {
-                    wait(asm, empty(s), turn / STAGES % 2 ^ 1);
+                    wait(asm, empty(s), (turn / STAGES % 2) ^ 1);
                 }
                 let column = asm.reg();
                 asm.mov_b32(column, 64 * turn);
