@@ -9,10 +9,12 @@ pub mod problem;
 mod reduction;
 pub mod select;
 pub mod sm80;
+pub mod sm90;
+mod stream;
 pub mod stripe;
 
 pub use params::Arguments;
-pub use problem::{Config, Plan, Problem, Reduction, Rows, Scaling};
+pub use problem::{Config, Conversion, Plan, Problem, Reduction, Rows, Scaling};
 
 use crate::asm::Module;
 use crate::target::SmArch;
@@ -23,6 +25,8 @@ pub trait KernelFamily: Sync {
     fn name(&self) -> &'static str;
     /// Whether it runs on a target.
     fn runs_on(&self, target: SmArch) -> bool;
+    /// The first rule of the family's own that a configuration breaks, with its numbers.
+    fn broken_rule(&self, config: &Config) -> Option<String>;
     /// Bytes of shared memory of a configuration.
     fn smem_bytes(&self, config: &Config) -> u32;
     /// The kernel of a legal configuration.
@@ -30,7 +34,7 @@ pub trait KernelFamily: Sync {
 }
 
 /// Every kernel family, by name.
-pub const FAMILIES: &[&'static dyn KernelFamily] = &[&sm80::Sm80Family];
+pub const FAMILIES: &[&'static dyn KernelFamily] = &[&sm80::Sm80Family, &sm90::Sm90Family];
 
 /// The configurations whose PTX is kept in `ptx/`, few and chosen, each with what it shows. The test suite writes
 /// the files and compares them byte for byte; they are printed for `sm_80`.

@@ -69,6 +69,16 @@ pub enum Scaling {
     Fragment,
 }
 
+/// How codes become the fragments that are multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Conversion {
+    /// To their values.
+    Value,
+    /// They stay where they lie, as fp16 subnormals, and the sums make up for it: see
+    /// [`crate::weights::Subnormal`]. Fewer instructions for the weights, some more for the batch.
+    Subnormal,
+}
+
 /// How CTAs that share a tile add up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Reduction {
@@ -101,6 +111,8 @@ pub struct Config {
     pub stages: u32,
     /// CTAs that share an SM.
     pub ctas_per_sm: u32,
+    /// How codes become fragments.
+    pub conversion: Conversion,
     /// Where the group scale is applied.
     pub scaling: Scaling,
     /// How CTAs that share a tile add up.
@@ -149,6 +161,9 @@ impl fmt::Display for Config {
             Group::Size(size) => write!(f, "g{size}")?,
         }
         write!(f, "_w{}_s{}_c{}", self.warps_n, self.stages, self.ctas_per_sm)?;
+        if self.conversion == Conversion::Subnormal {
+            write!(f, "_sn")?;
+        }
         if self.scaling == Scaling::Fragment {
             write!(f, "_fs")?;
         }
@@ -226,6 +241,7 @@ impl FromStr for Config {
             warps_k: tile_k / 128,
             stages,
             ctas_per_sm,
+            conversion: Conversion::Value,
             scaling: Scaling::Promote,
             reduction: Reduction::F32,
             rows: Rows::Whole,
@@ -233,12 +249,13 @@ impl FromStr for Config {
         };
         for flag in fields {
             match flag {
+                "sn" => config.conversion = Conversion::Subnormal,
                 "fs" => config.scaling = Scaling::Fragment,
                 "r16" => config.reduction = Reduction::F16InPlace,
                 "kt" => config.rows = Rows::Vector,
                 "el" => config.rows = Rows::Element,
                 "ef" => config.evict_first = true,
-                _ => return Err(error("a flag is none of fs, r16, kt, el, ef")),
+                _ => return Err(error("a flag is none of sn, fs, r16, kt, el, ef")),
             }
         }
         // One spelling per configuration.

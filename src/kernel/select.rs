@@ -9,7 +9,7 @@ use std::fmt;
 
 use super::epilogue::epilogue_bytes;
 use super::params::magic;
-use super::problem::{Config, Plan, Problem, Reduction, Rows, Scaling};
+use super::problem::{Config, Conversion, Plan, Problem, Reduction, Rows, Scaling};
 use super::{FAMILIES, KernelFamily};
 use crate::target::{DeviceSpec, SmArch};
 use crate::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES};
@@ -99,6 +99,17 @@ pub fn check(config: &Config, target: SmArch) -> Result<(), Illegal> {
     {
         return illegal(format!("group {size}, kernels have {:?}", Group::SIZES));
     }
+    if config.conversion == Conversion::Subnormal {
+        if config.weight_format().subnormal().is_none() {
+            return illegal(format!("{} has no subnormal conversion", config.format));
+        }
+        if config.group != Group::PerColumn && config.scaling == Scaling::Fragment {
+            return illegal("subnormal fragments cannot be scaled in half precision".into());
+        }
+    }
+    if let Some(rule) = family.broken_rule(config) {
+        return illegal(rule);
+    }
     let smem = family.smem_bytes(config);
     if smem > spec.smem_per_cta_bytes {
         return illegal(format!(
@@ -183,6 +194,7 @@ pub fn candidates(problem: &Problem, target: SmArch) -> Vec<Config> {
                         warps_k,
                         stages,
                         ctas_per_sm,
+                        conversion: Conversion::Value,
                         scaling,
                         reduction: Reduction::F32,
                         rows: problem.rows,

@@ -1,0 +1,163 @@
+//! What the families that stream weights past `mma.sync` share.
+//!
+//! Their CTAs are the same: teams of warps side by side along n, each team on every `warps_k`-th run of 128
+//! inputs; the weights are the m16 operand and the batch is the n8 one. They differ in how bytes reach shared
+//! memory. This room owns what follows once they are there: the sizes, the lanes' addresses, the arithmetic
+//! of a run ([`run`]) and the places that activations are copied to ([`RowCopies`]).
+
+mod bias;
+mod run;
+
+pub(super) use bias::Bias;
+pub(super) use run::{Arithmetic, Part, emit_rows_lane, emit_woven};
+
+use super::params::{Params, load_u32};
+use super::problem::Config;
+use crate::asm::Asm;
+use crate::asm::reg::Reg;
+use crate::asm::types::{B32, Cmp, Pred, Special};
+use crate::layout::swizzle_unit;
+use crate::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES, TILE_K};
+
+/// Bytes of one row of activations in a slot: 128 inputs.
+pub(super) const ROW_BYTES: u32 = 2 * TILE_K as u32;
+/// 16-byte units of that row.
+const ROW_UNITS: u32 = ROW_BYTES / 16;
+
+/// Sizes that follow from a configuration.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Geometry {
+    /// Bytes of one packed tile: codes and scales.
+    pub(super) tile_bytes: u32,
+    /// Bytes of one run's weights of a warp.
+    pub(super) warp_bytes: u32,
+    /// Bytes of one run's activations of a team.
+    pub(super) rows_bytes: u32,
+    /// 8-row tiles of the batch.
+    pub(super) row_tiles: u32,
+    /// k16 steps of one `ldmatrix.x4`: 1 with two row tiles, 2 with one.
+    pub(super) steps_per_load: u32,
+    /// Groups in a run, at least 1.
+    pub(super) groups_per_run: u32,
+}
+
+impl Geometry {
+    pub(super) fn new(config: &Config) -> Self {
+        let scale_rows = match config.group {
+            Group::PerColumn => 0,
+            Group::Size(size) => TILE_K as u32 / size,
+        };
+        let tile_bytes = CODE_BYTES_PER_TILE as u32 + scale_rows * SCALE_ROW_BYTES as u32;
+        Self {
+            tile_bytes,
+            warp_bytes: config.tiles_per_warp() * tile_bytes,
+            rows_bytes: config.tile_m * ROW_BYTES,
+            row_tiles: config.tile_m.div_ceil(8),
+            steps_per_load: if config.tile_m > 8 { 1 } else { 2 },
+            groups_per_run: scale_rows.max(1),
+        }
+    }
+}
+
+/// Emits the CTA's row tile: its first row and how many of its rows exist.
+pub(super) fn emit_row_tile(a: &mut Asm, config: &Config, params: &Params) -> [Reg<B32>; 2] {
+    let [row_tile, row_begin, num_rows] = a.regs();
+    let m = load_u32(a, params.m);
+    a.mov_u32_special(row_tile, Special::CtaidY);
+    a.mul_lo_u32(row_begin, row_tile, config.tile_m);
+    a.sub_u32(num_rows, m, row_begin);
+    // The epilogue's passes may be taller than the tile.
+    a.min_u32(num_rows, num_rows, config.tile_m);
+    [row_begin, num_rows]
+}
+
+/// Which 16-byte units of activations a lane copies in each run, and where to: rows are xor-swizzled by unit.
+/// Copy `c` is of row `row + c * copy_rows`.
+pub(super) struct RowCopies {
+    /// The lane's first row.
+    pub(super) row: Reg<B32>,
+    /// The lane's 16-byte unit of a row.
+    pub(super) unit: Reg<B32>,
+    /// Rows from one copy of a lane to the next.
+    pub(super) copy_rows: u32,
+    /// Copies of a lane.
+    pub(super) num_copies: u32,
+    /// Whether the lane takes part, if not all lanes of the team do.
+    pub(super) takes_part: Option<Reg<Pred>>,
+    /// Shared addresses in slot 0 less the rows' own offset, by copy modulo their number.
+    to: Vec<Reg<B32>>,
+}
+
+impl RowCopies {
+    /// Emits the plan of a thread; `rows` is the address of slot 0's rows less their place in the plan.
+    pub(super) fn new(
+        a: &mut Asm,
+        config: &Config,
+        geometry: &Geometry,
+        smem: Reg<B32>,
+        tid: Reg<B32>,
+        team: Reg<B32>,
+    ) -> Self {
+        let team_threads = 32 * config.warps_n;
+        let [in_team, row, unit, row_base] = a.regs();
+        a.and_b32(in_team, tid, team_threads - 1);
+        a.shr_u32(row, in_team, ROW_UNITS.ilog2());
+        a.and_b32(unit, in_team, ROW_UNITS - 1);
+        let copy_rows = team_threads / ROW_UNITS;
+        let num_copies = config.tile_m.div_ceil(copy_rows);
+        let takes_part =
+            (config.tile_m < copy_rows).then(|| a.test_u32(Cmp::Lt, row, config.tile_m));
+        a.mad_lo_u32(row_base, team, geometry.rows_bytes, smem);
+        a.mad_lo_u32(row_base, row, ROW_BYTES, row_base);
+        // copy_rows divides 8 or is a multiple of it, so the swizzle of a copy's row is the first row's,
+        // xored with a constant that repeats.
+        let to = (0..num_copies.min((8 / copy_rows).max(1))).map(|c| {
+            let to = a.reg();
+            a.xor_b32(to, unit, swizzle_unit(c * copy_rows, 0));
+            let low = a.reg();
+            a.and_b32(low, row, 7);
+            a.xor_b32(to, to, low);
+            a.mad_lo_u32(to, to, 16, row_base);
+            to
+        });
+        let to = to.collect();
+        Self { row, unit, copy_rows, num_copies, takes_part, to }
+    }
+
+    /// Where copy `c` goes: base and offset within the slot's rows.
+    pub(super) fn to(&self, c: u32) -> (Reg<B32>, u32) {
+        (self.to[c as usize % self.to.len()], c * self.copy_rows * ROW_BYTES)
+    }
+
+    /// Emits the row of the tile that each copy reads: rows past the last one repeat it, and their results are
+    /// never stored. In bytes from the tile's first row.
+    pub(super) fn emit_from(
+        &self,
+        a: &mut Asm,
+        num_rows: Reg<B32>,
+        stride: Reg<B32>,
+    ) -> Vec<Reg<B32>> {
+        let last_row = a.reg();
+        a.sub_u32(last_row, num_rows, 1);
+        (0..self.num_copies)
+            .map(|c| {
+                let from = a.reg();
+                a.add_u32(from, self.row, c * self.copy_rows);
+                a.min_u32(from, from, last_row);
+                a.mul_lo_u32(from, from, stride);
+                from
+            })
+            .collect()
+    }
+}
+
+/// The threads of a team meet. A team of one warp needs no CTA barrier.
+pub(super) fn emit_team_barrier(a: &mut Asm, config: &Config, team: Reg<B32>) {
+    if config.warps_n == 1 {
+        a.bar_warp_sync(0xffff_ffffu32);
+    } else {
+        let id = a.reg();
+        a.add_u32(id, team, 1);
+        a.bar_sync_n(id, 32 * config.warps_n);
+    }
+}
