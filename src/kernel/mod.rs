@@ -29,6 +29,12 @@ pub trait KernelFamily: Sync {
     fn broken_rule(&self, config: &Config) -> Option<String>;
     /// Bytes of shared memory of a configuration.
     fn smem_bytes(&self, config: &Config) -> u32;
+    /// About how many registers a thread needs: with fewer the assembler spills.
+    fn registers_needed(&self, config: &Config) -> u32;
+    /// What the cost model's prediction is multiplied by.
+    fn time_factor(&self) -> f64 {
+        1.0
+    }
     /// The kernel of a legal configuration.
     fn build(&self, config: &Config, target: SmArch) -> Module;
 }

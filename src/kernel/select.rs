@@ -70,7 +70,7 @@ pub fn check(config: &Config, target: SmArch) -> Result<(), Illegal> {
     if config.num_warps() > 16 {
         return illegal(format!("{} warps, at most 16 fit their registers", config.num_warps()));
     }
-    if ![2, 4].contains(&config.tiles_per_warp())
+    if ![2, 4, 8].contains(&config.tiles_per_warp())
         || config.tile_n != 16 * config.tiles_per_warp() * config.warps_n
     {
         return illegal(format!(
@@ -126,30 +126,11 @@ pub fn check(config: &Config, target: SmArch) -> Result<(), Illegal> {
         ));
     }
     let regs = spec.regs_per_sm / (config.ctas_per_sm * config.num_threads());
-    let needed = registers_needed(config);
+    let needed = family.registers_needed(config);
     if regs.min(255) < needed {
         return illegal(format!("about {needed} registers a thread, {regs} are available"));
     }
     Ok(())
-}
-
-/// An estimate of a thread's registers, fitted to what the assembler takes: accumulators, the sums of the
-/// groups that live at a time, B fragments, two rounds of words, addresses, and what each copy of rows of A
-/// keeps; copies by elements keep more. With fewer the assembler spills.
-fn registers_needed(config: &Config) -> u32 {
-    let accumulators = 4 * config.tiles_per_warp() * config.tile_m.div_ceil(8);
-    let sums = match config.group {
-        Group::Size(size) if config.scaling == Scaling::Promote => match size {
-            128 => 4 * accumulators / 3,
-            64 => 2 * accumulators,
-            _ => 5 * accumulators / 2,
-        },
-        _ => 0,
-    };
-    let batch = 2 * config.tile_m.div_ceil(8);
-    let halves_per_copy = if config.rows == Rows::Element { 11 } else { 5 };
-    let copies = halves_per_copy * config.tile_m.div_ceil(2 * config.warps_n) / 2;
-    accumulators + sums + batch + copies + 8 * config.tiles_per_warp() + 48
 }
 
 /// Rows of C per CTA for a batch of `m` rows: the smallest step that holds it, 64 for large ones.
@@ -383,10 +364,12 @@ pub fn cost(config: &Config, problem: &Problem, device: &DeviceSpec, stripe: u32
     let k_tiles = tiling.k_tiles as f64;
     let runs = (tiling.num_tiles * tiling.k_tiles) as f64;
     let ctas = (runs / stripe).ceil() * tiling.row_tiles as f64;
-    let smem = family_of(config).smem_bytes(config);
+    let family = family_of(config);
+    let smem = family.smem_bytes(config);
     let spec = device.arch.spec();
-    let fit = spec
-        .map_or(1, |spec| spec.ctas_that_fit(config.num_threads(), registers_needed(config), smem));
+    let fit = spec.map_or(1, |spec| {
+        spec.ctas_that_fit(config.num_threads(), family.registers_needed(config), smem)
+    });
     let fit = f64::from(fit.max(config.ctas_per_sm));
     let ctas_per_sm = (ctas / num_sms).ceil();
     let resident = ctas_per_sm.min(fit);
@@ -432,7 +415,8 @@ pub fn cost(config: &Config, problem: &Problem, device: &DeviceSpec, stripe: u32
 
     let norm =
         |a: f64, b: f64| (a.powf(model.overlap) + b.powf(model.overlap)).powf(1.0 / model.overlap);
-    Cost { total_us: fixed_us + norm(memory_us, issue_us), memory_us, issue_us, fixed_us }
+    let total_us = family.time_factor() * (fixed_us + norm(memory_us, issue_us));
+    Cost { total_us, memory_us, issue_us, fixed_us }
 }
 
 /// A configuration and a stripe length with their predicted cost.

@@ -29,7 +29,7 @@ mod ring;
 use self::ring::Cursor;
 use super::epilogue::{Accumulators, Epilogue, Thread, epilogue_bytes};
 use super::params::{Params, load_u32};
-use super::problem::{Config, Conversion};
+use super::problem::{Config, Conversion, Rows, Scaling};
 use super::stream::{
     Arithmetic, Bias, Geometry, Part, RowCopies, emit_row_tile, emit_rows_lane, emit_team_barrier,
     emit_woven,
@@ -39,6 +39,7 @@ use crate::asm::reg::{Imm, Reg, Region};
 use crate::asm::types::{B32, B64, Cmp, Pred, Special};
 use crate::asm::{Asm, Module, Pattern};
 use crate::target::SmArch;
+use crate::weights::Group;
 
 /// Bytes of one run's weights of a team.
 fn team_bytes(config: &Config, geometry: &Geometry) -> u32 {
@@ -314,6 +315,25 @@ impl super::KernelFamily for Sm80Family {
 
     fn smem_bytes(&self, config: &Config) -> u32 {
         smem_bytes(config)
+    }
+
+    /// Fitted to what the assembler takes: accumulators, the sums of the groups that live at a time, B
+    /// fragments, two rounds of words, addresses, and what each copy of rows of A keeps; copies by elements
+    /// keep more.
+    fn registers_needed(&self, config: &Config) -> u32 {
+        let accumulators = 4 * config.tiles_per_warp() * config.tile_m.div_ceil(8);
+        let sums = match config.group {
+            Group::Size(size) if config.scaling == Scaling::Promote => match size {
+                128 => 4 * accumulators / 3,
+                64 => 2 * accumulators,
+                _ => 5 * accumulators / 2,
+            },
+            _ => 0,
+        };
+        let batch = 2 * config.tile_m.div_ceil(8);
+        let halves_per_copy = if config.rows == Rows::Element { 11 } else { 5 };
+        let copies = halves_per_copy * config.tile_m.div_ceil(2 * config.warps_n) / 2;
+        accumulators + sums + batch + copies + 8 * config.tiles_per_warp() + 48
     }
 
     fn build(&self, config: &Config, target: SmArch) -> Module {

@@ -28,9 +28,7 @@ use self::weights::{Warp, WeightRing};
 use super::epilogue::{Accumulators, Epilogue, Thread, epilogue_bytes};
 use super::params::Params;
 use super::problem::{Config, Rows};
-use super::stream::{
-    Arithmetic, Bias, Geometry, Part, emit_row_tile, emit_rows_lane, emit_woven,
-};
+use super::stream::{Arithmetic, Bias, Geometry, Part, emit_row_tile, emit_rows_lane, emit_woven};
 use super::stripe::emit_stripe;
 use crate::asm::reg::Reg;
 use crate::asm::types::{B32, Cmp};
@@ -150,7 +148,20 @@ pub fn build(config: &Config, target: SmArch) -> Module {
         a.when(more, |a| a.bra(next_segment));
         a.exit();
     });
-    a.finish(&config.to_string(), target, config.num_threads(), config.ctas_per_sm)
+    // Two generations share an SM if they can without spills.
+    let spec = target.spec().expect("a legal target is in the table");
+    let both = 2 * config.ctas_per_sm;
+    let regs = spec.regs_per_sm / (both * config.num_threads());
+    let min_ctas = if regs >= registers_needed(config) { both } else { config.ctas_per_sm };
+    a.finish(&config.to_string(), target, config.num_threads(), min_ctas)
+}
+
+/// Fitted to what the assembler needs without spills: accumulators, a pair's sums, the batch's fragments, the
+/// words of a pair, a pointer a copy of rows, addresses.
+fn registers_needed(config: &Config) -> u32 {
+    let (tiles, row_tiles) = (config.tiles_per_warp(), config.tile_m.div_ceil(8));
+    let copies = config.tile_m.div_ceil(2 * config.warps_n);
+    4 * tiles * row_tiles + 20 * row_tiles + 2 * tiles + 2 * copies + 40
 }
 
 /// The addresses and constants of a warp's arithmetic.
@@ -202,7 +213,8 @@ impl Sm90<'_> {
                 // All loads come before the middle, where the slot is asked for anew.
                 let mut second = parts.split_off(parts.len() / 2);
                 let loads = second.iter_mut().map(|part| std::mem::take(&mut part.loads));
-                let loads = loads.map(|loads| Part { loads, ..Part::default() }).collect::<Vec<_>>();
+                let loads =
+                    loads.map(|loads| Part { loads, ..Part::default() }).collect::<Vec<_>>();
                 emit_woven(a, parts.into_iter().chain(loads));
                 self.weights.emit_request(a, slot, run);
                 emit_woven(a, second);
@@ -243,6 +255,15 @@ impl super::KernelFamily for Sm90Family {
 
     fn smem_bytes(&self, config: &Config) -> u32 {
         smem_bytes(config)
+    }
+
+    fn registers_needed(&self, config: &Config) -> u32 {
+        registers_needed(config)
+    }
+
+    /// Not measured yet: behind the family that is.
+    fn time_factor(&self) -> f64 {
+        1.5
     }
 
     fn build(&self, config: &Config, target: SmArch) -> Module {

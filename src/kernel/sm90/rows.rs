@@ -20,10 +20,9 @@ pub(super) struct RowRing<'a> {
     config: &'a Config,
     pub(super) slots: Vec<Region>,
     params: Params,
+    thread: Thread,
     team: Reg<B32>,
     copies: RowCopies,
-    /// Address of each copy's row, at the lane's unit of it.
-    row_ptrs: Vec<Reg<B64>>,
     /// Address of each copy's source for the first run that the loop asks for.
     from: Vec<Reg<B64>>,
     /// Inputs left from the lane's next activations on, in bytes of a row.
@@ -49,24 +48,13 @@ impl<'a> RowRing<'a> {
     ) -> Self {
         let geometry = Geometry::new(config);
         let copies = RowCopies::new(a, config, &geometry, warp.smem, thread.tid, warp.team);
-        let stride = load_u32(a, params.a_stride_bytes);
-        let a_ptr = load_u64(a, params.a_ptr);
-        let tile_ptr: Reg<B64> = a.reg();
-        a.mad_wide_u32(tile_ptr, thread.row_begin, stride, a_ptr);
-        a.mad_wide_u32(tile_ptr, copies.unit, 16, tile_ptr);
-        let row_ptrs = copies.emit_from(a, thread.num_rows, stride).into_iter().map(|offset| {
-            let ptr = a.reg();
-            a.mad_wide_u32(ptr, offset, 1, tile_ptr);
-            ptr
-        });
-        let row_ptrs: Vec<_> = row_ptrs.collect();
         Self {
             config,
             slots,
             params: *params,
+            thread: *thread,
             team: warp.team,
-            from: row_ptrs.iter().map(|_| a.reg()).collect(),
-            row_ptrs,
+            from: (0..copies.num_copies).map(|_| a.reg()).collect(),
             copies,
             bytes_left: (config.rows != Rows::Whole).then(|| a.reg()),
         }
@@ -89,15 +77,25 @@ impl<'a> RowRing<'a> {
     /// Points at the team's first run of a segment and asks for its first runs.
     pub(super) fn emit_fill(&self, a: &mut Asm, segment: &Segment, num_runs: Reg<B32>) {
         a.section("fill the activations' ring", |a| {
-            let [first, byte] = a.regs();
+            let [first, byte, zero, num_rows] = a.regs();
             a.add_u32(first, segment.begin, self.team);
             a.mul_lo_u32(byte, first, ROW_BYTES);
-            for (from, row) in self.from.iter().zip(&self.row_ptrs) {
-                a.mad_wide_u32(*from, byte, 1, *row);
+            a.mad_lo_u32(byte, self.copies.unit, 16, byte);
+            // The top bit of a tile's number, 0, but the assembler cannot know: it would otherwise keep what
+            // follows in registers during the main loop.
+            a.shr_u32(zero, segment.tile, 31);
+            a.add_u32(num_rows, self.thread.num_rows, zero);
+            let stride = load_u32(a, self.params.a_stride_bytes);
+            let a_ptr = load_u64(a, self.params.a_ptr);
+            let tile_ptr: Reg<B64> = a.reg();
+            a.mad_wide_u32(tile_ptr, self.thread.row_begin, stride, a_ptr);
+            a.mad_wide_u32(tile_ptr, byte, 1, tile_ptr);
+            let offsets = self.copies.emit_from(a, num_rows, stride);
+            for (from, offset) in self.from.iter().zip(offsets) {
+                a.mad_wide_u32(*from, offset, 1, tile_ptr);
             }
             if let Some(left) = self.bytes_left {
                 let k = load_u32(a, self.params.k);
-                a.mad_lo_u32(byte, self.copies.unit, 16, byte);
                 a.add_u32(left, k, k);
                 a.sub_u32(left, left, byte);
             }

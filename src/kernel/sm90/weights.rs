@@ -90,8 +90,9 @@ impl<'a> WeightRing<'a> {
             .map(|slot| a.smem.region(&format!("slot {slot}: weights"), bytes, 16))
             .collect();
         let bytes = config.num_warps() * BARRIER_BYTES;
-        let slot = |(slot, codes)| {
-            Slot { codes, barriers: a.smem.region(&format!("slot {slot}: barriers"), bytes, 8) }
+        let slot = |(slot, codes)| Slot {
+            codes,
+            barriers: a.smem.region(&format!("slot {slot}: barriers"), bytes, 8),
         };
         codes.into_iter().enumerate().map(slot).collect()
     }

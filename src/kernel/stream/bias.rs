@@ -146,9 +146,10 @@ impl Bias {
 
     /// Emits the accumulators' scale, and their zero if scales are per column.
     pub(super) fn emit_finish(&self, a: &mut Asm, acc: &Accumulators) {
-        let zeros = self.column.as_ref().map(|column| {
-            self.emit_fetch(a, column.sums, column.row_tiles as usize)
-        });
+        let zeros = self
+            .column
+            .as_ref()
+            .map(|column| self.emit_fetch(a, column.sums, column.row_tiles as usize));
         for (j, fragment) in acc.iter().flat_map(|tile| tile.iter().enumerate()) {
             for (n, value) in fragment.iter().enumerate() {
                 if let Some(zeros) = &zeros {
