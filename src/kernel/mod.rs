@@ -42,17 +42,23 @@ pub trait KernelFamily: Sync {
 /// Every kernel family, by name.
 pub const FAMILIES: &[&'static dyn KernelFamily] = &[&sm80::Sm80Family, &sm90::Sm90Family];
 
+const SM80: SmArch = SmArch::baseline(80);
+const SM90: SmArch = SmArch::baseline(90);
+
 /// The configurations whose PTX is kept in `ptx/`, few and chosen, each with what it shows. The test suite writes
-/// the files and compares them byte for byte; they are printed for `sm_80`.
+/// the files and compares them byte for byte, printed for the target given.
 #[rustfmt::skip]
-pub const GOLDENS: &[(&str, &str)] = &[
-    ("marlin_sm80_u4b8_f16_m1n64k1024_g128_w1_s3_c1", "one row, 8 teams of one warp"),
-    ("marlin_sm80_u4b8_f16_m4n64k256_g32_w2_s3_c1_ef", "four groups a run, evict-first weights"),
-    ("marlin_sm80_u4b8_f16_m8n64k512_col_w1_s2_c1_el", "single elements, odd sizes"),
-    ("marlin_sm80_u4b8_f16_m8n64k512_g128_w1_s4_c1", "eight rows: two k16 steps an ldmatrix"),
-    ("marlin_sm80_u4b8_f16_m16n64k512_g128_w1_s2_c1_r16", "the paper's reduction"),
-    ("marlin_sm80_u4b8_f16_m16n128k512_g128_w2_s3_c1", "teams that share activations"),
-    ("marlin_sm80_u4b8_f16_m16n128k256_col_w2_s3_c1", "scales a column, in the epilogue"),
-    ("marlin_sm80_u4b8_f16_m32n128k256_g64_w4_s2_c1_kt", "cut rows, two groups a run"),
-    ("marlin_sm80_u4b8_f16_m64n256k128_g128_w8_s3_c1_fs", "tall tiles: windows, scaled fragments"),
+pub const GOLDENS: &[(&str, SmArch, &str)] = &[
+    ("marlin_sm80_u4b8_f16_m1n64k1024_g128_w1_s3_c1", SM80, "one row, 8 teams of one warp"),
+    ("marlin_sm80_u4b8_f16_m4n64k256_g32_w2_s3_c1_ef", SM80, "four groups a run, evict-first weights"),
+    ("marlin_sm80_u4b8_f16_m8n64k512_col_w1_s2_c1_el", SM80, "single elements, odd sizes"),
+    ("marlin_sm80_u4b8_f16_m8n64k512_g128_w1_s4_c1", SM80, "eight rows: two k16 steps an ldmatrix"),
+    ("marlin_sm80_u4b8_f16_m16n64k512_g128_w1_s2_c1_r16", SM80, "the paper's reduction"),
+    ("marlin_sm80_u4b8_f16_m16n128k512_g128_w2_s3_c1", SM80, "teams that share activations"),
+    ("marlin_sm80_u4b8_f16_m16n128k256_col_w2_s3_c1", SM80, "scales a column, in the epilogue"),
+    ("marlin_sm80_u4b8_f16_m32n128k256_g64_w4_s2_c1_kt", SM80, "cut rows, two groups a run"),
+    ("marlin_sm80_u4b8_f16_m64n256k128_g128_w8_s3_c1_fs", SM80, "tall tiles: windows, scaled fragments"),
+    ("marlin_sm80_u4b8_f16_m16n64k512_g128_w2_s2_c1_sn", SM90, "subnormal codes; grids overlap"),
+    ("marlin_sm90_u4b8_f16_m1n32k1024_g128_w1_s3_c1", SM90, "one row, rings of one warp each"),
+    ("marlin_sm90_u4b8_f16_m16n128k512_g128_w2_s2_c1_sn", SM90, "subnormal codes, teams of two"),
 ];

@@ -89,11 +89,18 @@ fn chosen(args: &Args) -> anyhow::Result<Config> {
 
 fn all(args: &Args, folder: &PathBuf) -> anyhow::Result<()> {
     fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
-    let mut progress = Progress::new(GOLDENS.len());
-    let mut files = Vec::new();
-    for (name, _) in GOLDENS {
-        progress.step(name);
+    // Those of families that run on the target.
+    let mut configs = Vec::new();
+    for (name, ..) in GOLDENS {
         let config: Config = name.parse()?;
+        if select::family_of(&config).runs_on(args.target) {
+            configs.push((name, config));
+        }
+    }
+    let mut progress = Progress::new(configs.len());
+    let mut files = Vec::new();
+    for (name, config) in configs {
+        progress.step(name);
         let text = build(&config, args.target)?.to_ptx(PrintOptions { line_info: args.lineinfo });
         let path = folder.join(name).with_extension("ptx");
         fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;

@@ -180,7 +180,7 @@ impl Sm80<'_> {
             }
         };
         a.when(more, |a| (0..full_pieces).for_each(|piece| copy_weights(a, piece)));
-        if geometry.warp_bytes % 512 != 0 {
+        if !geometry.warp_bytes.is_multiple_of(512) {
             let rest = a.reg();
             a.and_pred(rest, more, self.copies_rest);
             a.when(rest, |a| copy_weights(a, full_pieces));

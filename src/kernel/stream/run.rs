@@ -198,8 +198,7 @@ impl Arithmetic<'_> {
         let (grouped, promote) = (self.config.group != Group::PerColumn, self.promotes());
         let steps_per_group = self.steps_per_group();
         let mut batch: Vec<BatchStep> = Vec::new();
-        let mut first = Part::default();
-        first.loads = a.capture(|a| {
+        let loads = a.capture(|a| {
             for step in (0..STEPS).step_by(self.geometry.steps_per_load as usize) {
                 let loaded = self.emit_load_batch(a, rows, step);
                 batch.extend(loaded.into_iter().take(self.geometry.steps_per_load as usize));
@@ -207,7 +206,7 @@ impl Arithmetic<'_> {
         });
         // What the sums of each group begin with, by row tile.
         let mut zeros: Vec<Vec<[Reg<F32>; 4]>> = Vec::new();
-        first.mma = a.capture(|a| {
+        let mma = a.capture(|a| {
             for group in batch.chunks(steps_per_group as usize) {
                 zeros.push(match &self.bias {
                     Some(bias) => bias.emit_group(a, group, self.zero),
@@ -215,6 +214,7 @@ impl Arithmetic<'_> {
                 });
             }
         });
+        let mut first = Part { loads, mma, ..Part::default() };
         let mut parts = Vec::new();
         for pair in (0..tiles).step_by(PAIR).map(|tile| tile..(tile + PAIR).min(tiles)) {
             let mut sums: Accumulators = Vec::new();
