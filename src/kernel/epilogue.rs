@@ -8,6 +8,7 @@
 use super::params::{Params, load_u32, load_u64};
 use super::problem::{Config, Reduction, Rows};
 use super::reduction;
+use super::stream::emit_divide;
 use super::stripe::Segment;
 use crate::asm::Asm;
 use crate::asm::reg::{Reg, Region};
@@ -182,9 +183,8 @@ impl Items {
         let quads_per_warp = 4 * config.tiles_per_warp();
         let rows_per_pass = config.num_threads() / quads;
         let num_passes = config.tile_m.div_ceil(rows_per_pass);
-        let [row, quad, warp_n, in_warp, warp_byte, column, slot_byte] = a.regs();
-        a.shr_u32(row, tid, quads.ilog2());
-        a.and_b32(quad, tid, quads - 1);
+        let [row, quad] = emit_divide(a, tid, quads);
+        let [warp_n, in_warp, warp_byte, column, slot_byte] = a.regs();
         a.shr_u32(warp_n, quad, quads_per_warp.ilog2());
         a.and_b32(in_warp, quad, quads_per_warp - 1);
         a.shl_b32(warp_byte, in_warp, 4);

@@ -61,20 +61,20 @@ pub fn check(config: &Config, target: SmArch) -> Result<(), Illegal> {
     if !(TILE_MS.contains(&config.tile_m)) {
         return illegal(format!("tile_m is {}, it must be one of {TILE_MS:?}", config.tile_m));
     }
-    if ![1, 2, 4, 8].contains(&config.warps_n) || ![1, 2, 4, 8, 16].contains(&config.warps_k) {
+    if !(1..=8).contains(&config.warps_n) || ![1, 2, 4, 8, 16].contains(&config.warps_k) {
         return illegal(format!(
-            "{} x {} warps: both must be powers of two, at most 8 and 16",
+            "{} x {} warps: 1 to 8 side by side, teams a power of two up to 16",
             config.warps_n, config.warps_k
         ));
     }
     if config.num_warps() > 16 {
         return illegal(format!("{} warps, at most 16 fit their registers", config.num_warps()));
     }
-    if ![2, 4, 8].contains(&config.tiles_per_warp())
+    if ![1, 2, 4].contains(&config.tiles_per_warp())
         || config.tile_n != 16 * config.tiles_per_warp() * config.warps_n
     {
         return illegal(format!(
-            "tile_n {} over {} warps: a warp owns 32 or 64 channels",
+            "tile_n {} over {} warps: a warp owns 16, 32 or 64 channels",
             config.tile_n, config.warps_n
         ));
     }

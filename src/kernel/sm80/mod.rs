@@ -309,6 +309,12 @@ impl super::KernelFamily for Sm80Family {
     }
 
     fn broken_rule(&self, config: &Config) -> Option<String> {
+        if !config.warps_n.is_power_of_two() {
+            return Some(format!("{} warps side by side, not a power of two", config.warps_n));
+        }
+        if config.tiles_per_warp() == 1 {
+            return Some("a warp owns 16 channels, at least 32 are worth their ldmatrix".into());
+        }
         (config.conversion == Conversion::Subnormal && config.tile_m > 16)
             .then(|| format!("subnormal codes for {} rows, up to 16 gain by them", config.tile_m))
     }

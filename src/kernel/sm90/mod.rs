@@ -54,7 +54,7 @@ struct Layout {
 impl Layout {
     fn new(config: &Config) -> Self {
         let geometry = Geometry::new(config);
-        let weights = config.stages * config.num_warps() * (geometry.warp_bytes + 8);
+        let weights = WeightRing::bytes(config);
         let slot = config.warps_k * geometry.rows_bytes;
         let sums = epilogue_bytes(config);
         let room = HALF_SM_BYTES / config.ctas_per_sm;

@@ -10,7 +10,7 @@ use crate::asm::reg::{Reg, Region, SharedAddr};
 use crate::asm::types::{B32, B64, Cmp, Pred, Special};
 use crate::kernel::params::{Params, load_u32, load_u64};
 use crate::kernel::problem::Config;
-use crate::kernel::stream::Geometry;
+use crate::kernel::stream::{Geometry, emit_divide};
 use crate::kernel::stripe::{Segment, Stripe};
 use crate::weights::CHUNK_CHANNELS;
 
@@ -36,14 +36,13 @@ pub(super) struct Warp {
 
 impl Warp {
     pub(super) fn new(a: &mut Asm, config: &Config) -> Self {
-        let [smem, tid, of_lane, warp, team, warp_n, weights, barriers] = a.regs();
+        let [smem, tid, of_lane, warp, weights, barriers] = a.regs();
         a.mov_u32_smem(smem);
         a.mov_u32_special(tid, Special::TidX);
         a.shr_u32(of_lane, tid, 5);
         // The assembler knows by this that the number is the same in all lanes.
         a.shfl_sync_idx_b32(warp, of_lane, 0);
-        a.shr_u32(team, warp, config.warps_n.ilog2());
-        a.and_b32(warp_n, warp, config.warps_n - 1);
+        let [team, warp_n] = emit_divide(a, warp, config.warps_n);
         a.mad_lo_u32(weights, warp, Geometry::new(config).warp_bytes, smem);
         a.mad_lo_u32(barriers, warp, BARRIER_BYTES, smem);
         let elected = a.reg();
@@ -89,12 +88,20 @@ impl<'a> WeightRing<'a> {
         let codes: Vec<_> = (0..config.stages)
             .map(|slot| a.smem.region(&format!("slot {slot}: weights"), bytes, 16))
             .collect();
+        // The verifier takes both addresses of a copy for those of 16-byte accesses.
         let bytes = config.num_warps() * BARRIER_BYTES;
         let slot = |(slot, codes)| Slot {
             codes,
             barriers: a.smem.region(&format!("slot {slot}: barriers"), bytes, 8),
         };
         codes.into_iter().enumerate().map(slot).collect()
+    }
+
+    /// Bytes of [`WeightRing::plan`].
+    pub(super) fn bytes(config: &Config) -> u32 {
+        let codes = config.num_warps() * Geometry::new(config).warp_bytes;
+        let barriers = (config.num_warps() * BARRIER_BYTES).next_multiple_of(16);
+        config.stages * (codes + barriers)
     }
 
     /// Emits the barriers' first phase.

@@ -59,6 +59,24 @@ impl Geometry {
     }
 }
 
+/// Emits `x / d` and the rest, for an `x` below 2048.
+///
+/// With `m = ceil(2^20 / d)` the quotient `x m / 2^20` is too large by less than `x / 2^20`, which is less than the
+/// `1 / d` that would carry it over, for any `d` up to 512.
+pub(super) fn emit_divide(a: &mut Asm, x: Reg<B32>, d: u32) -> [Reg<B32>; 2] {
+    let [quotient, rest] = a.regs();
+    if d.is_power_of_two() {
+        a.shr_u32(quotient, x, d.ilog2());
+        a.and_b32(rest, x, d - 1);
+    } else {
+        a.mul_lo_u32(quotient, x, (1u32 << 20).div_ceil(d));
+        a.shr_u32(quotient, quotient, 20);
+        a.mul_lo_u32(rest, quotient, d);
+        a.sub_u32(rest, x, rest);
+    }
+    [quotient, rest]
+}
+
 /// Emits the CTA's row tile: its first row and how many of its rows exist.
 pub(super) fn emit_row_tile(a: &mut Asm, config: &Config, params: &Params) -> [Reg<B32>; 2] {
     let [row_tile, row_begin, num_rows] = a.regs();
@@ -100,13 +118,20 @@ impl RowCopies {
     ) -> Self {
         let team_threads = 32 * config.warps_n;
         let [in_team, row, unit, row_base] = a.regs();
-        a.and_b32(in_team, tid, team_threads - 1);
+        if team_threads.is_power_of_two() {
+            a.and_b32(in_team, tid, team_threads - 1);
+        } else {
+            a.mul_lo_u32(in_team, team, team_threads);
+            a.sub_u32(in_team, tid, in_team);
+        }
         a.shr_u32(row, in_team, ROW_UNITS.ilog2());
         a.and_b32(unit, in_team, ROW_UNITS - 1);
-        let copy_rows = team_threads / ROW_UNITS;
+        // A power of two, so that the swizzle repeats; of other teams the last warps do not copy.
+        let copy_rows = 2 << config.warps_n.ilog2();
         let num_copies = config.tile_m.div_ceil(copy_rows);
-        let takes_part =
-            (config.tile_m < copy_rows).then(|| a.test_u32(Cmp::Lt, row, config.tile_m));
+        let first_rows = copy_rows.min(config.tile_m);
+        let takes_part = (first_rows < team_threads / ROW_UNITS)
+            .then(|| a.test_u32(Cmp::Lt, row, first_rows));
         a.mad_lo_u32(row_base, team, geometry.rows_bytes, smem);
         a.mad_lo_u32(row_base, row, ROW_BYTES, row_base);
         // copy_rows divides 8 or is a multiple of it, so the swizzle of a copy's row is the first row's,
