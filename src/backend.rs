@@ -4,12 +4,16 @@
 //! it runs on a card or on the CPU. Launches are ordered within a stream; nothing here synchronises unless
 //! its documentation says so.
 
+mod tensor_map;
+
 use std::fmt;
 use std::sync::Arc;
 
 use crate::asm::Module;
 use crate::asm::reg::Param;
 use crate::target::DeviceSpec;
+
+pub use tensor_map::{Swizzle, TensorMap, TensorMapError};
 
 /// Something went wrong in a backend. The cause is the room's own error (a driver error, an emulator fault).
 #[derive(Debug, thiserror::Error)]
@@ -63,6 +67,50 @@ pub enum Arg {
     U32(u32),
     /// A 64-bit value or address.
     U64(u64),
+    /// A matrix for tile copies.
+    TensorMap(TensorMap),
+}
+
+impl Arg {
+    /// Its size as a parameter of the entry, in bytes.
+    pub const fn bytes(&self) -> u32 {
+        match self {
+            Arg::U32(_) => 4,
+            Arg::U64(_) => 8,
+            Arg::TensorMap(_) => TensorMap::PARAM_BYTES,
+        }
+    }
+}
+
+/// How messages call a parameter or argument of a size.
+const fn kind(bytes: u32) -> &'static str {
+    match bytes {
+        4 => "u32",
+        8 => "u64",
+        _ => "tensor map",
+    }
+}
+
+/// One launch: how many CTAs, on what, where in the order of things.
+#[derive(Clone, Copy, Debug)]
+pub struct Launch<'a> {
+    /// CTAs in x and y.
+    pub grid: [u32; 2],
+    /// The entry's parameters, in order.
+    pub args: &'a [Arg],
+    /// The stream that the launch is ordered in.
+    pub stream: Stream,
+    /// Early launch: the kernel may start while the kernel before it on the stream still runs, and waits
+    /// for that one itself (`griddepcontrol.wait`). It is a permission: a device, a driver or a kernel
+    /// without it runs in plain order, and so does the emulator.
+    pub overlap_previous: bool,
+}
+
+impl<'a> Launch<'a> {
+    /// A launch in plain order: it starts when everything before it on the stream has ended.
+    pub const fn new(grid: [u32; 2], args: &'a [Arg], stream: Stream) -> Self {
+        Self { grid, args, stream, overlap_previous: false }
+    }
 }
 
 impl From<DevicePtr> for Arg {
@@ -86,17 +134,12 @@ pub struct ArgumentsError {
 impl ArgumentsError {
     /// Compares number and sizes.
     pub(crate) fn check(kernel: &str, params: &[Param], args: &[Arg]) -> Result<(), Self> {
-        let fits = |(param, arg): (&Param, &Arg)| {
-            matches!((param.bytes, arg), (4, Arg::U32(_)) | (8, Arg::U64(_)))
-        };
+        let fits = |(param, arg): (&Param, &Arg)| param.bytes == arg.bytes();
         if params.len() == args.len() && params.iter().zip(args).all(fits) {
             return Ok(());
         }
-        let expected = params.iter().map(|param| format!("{}: u{}", param.name, 8 * param.bytes));
-        let given = args.iter().map(|arg| match arg {
-            Arg::U32(_) => "u32",
-            Arg::U64(_) => "u64",
-        });
+        let expected = params.iter().map(|param| format!("{}: {}", param.name, kind(param.bytes)));
+        let given = args.iter().map(|arg| kind(arg.bytes()));
         Err(Self {
             kernel: kernel.to_owned(),
             expected: format!("({})", expected.collect::<Vec<_>>().join(", ")),
@@ -162,18 +205,12 @@ pub trait Backend: Send + Sync {
         self.load(module)
     }
 
-    /// Enqueues a grid of `grid` CTAs (x, y). Does not allocate and does not wait on a GPU; the emulator
-    /// has finished when it returns.
+    /// Enqueues a kernel. Does not allocate and does not wait on a GPU; the emulator has finished when it
+    /// returns.
     ///
     /// # Errors
     /// If the arguments do not match the entry's parameters or the launch is refused.
-    fn launch(
-        &self,
-        kernel: &dyn Kernel,
-        grid: [u32; 2],
-        args: &[Arg],
-        stream: Stream,
-    ) -> Result<(), Error>;
+    fn launch(&self, kernel: &dyn Kernel, launch: &Launch<'_>) -> Result<(), Error>;
 
     /// Waits for a stream's work.
     ///

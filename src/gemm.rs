@@ -12,7 +12,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, RwLock};
 
-use crate::backend::{self, Backend, DevicePtr, Kernel, Stream};
+use crate::backend::{self, Backend, DevicePtr, Kernel, Launch, Stream};
 use crate::kernel::select::{self, Choice, MAX_ROW_STRIDE_BYTES, MAX_ROWS, step};
 use crate::kernel::{Arguments, Config, Plan, Problem, Rows};
 use crate::weights::{PackedLayout, PackedWeights};
@@ -357,7 +357,8 @@ impl Gemm {
                 });
             }
             let args = arguments(&plan, &config, problem, a, weight, c, workspace);
-            self.backend.launch(&*prepared.kernel, plan.grid, &args.list(), stream)?;
+            let args = args.list();
+            self.backend.launch(&*prepared.kernel, &Launch::new(plan.grid, &args, stream))?;
         }
         Ok(())
     }

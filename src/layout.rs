@@ -22,6 +22,86 @@ pub mod mma_m16n8k16 {
     }
 }
 
+/// Fragments of `wgmma` with 16-bit inputs, 64 rows and 16 k: those of one warp, which has 16 of the rows.
+/// Warp `w` of the warpgroup has rows `16 * w` and on. Source: PTX ISA, "Register Fragments for
+/// wgmma.mma_async.m64nNk16".
+pub mod wgmma_m64k16 {
+    /// `(row, k)` of half `half` of A register `reg` (0 to 3) in `lane`.
+    pub fn a(lane: u32, reg: u32, half: u32) -> (u32, u32) {
+        super::mma_m16n8k16::a(lane, reg, half)
+    }
+
+    /// `(row, column)` of accumulator register `reg` in `lane`: four registers for each 8 columns.
+    pub fn d(lane: u32, reg: u32) -> (u32, u32) {
+        let (row, column) = super::mma_m16n8k16::c(lane, reg % 4);
+        (row, 8 * (reg / 4) + column)
+    }
+}
+
+/// Where `wgmma` finds its second operand: a descriptor of a K-major matrix of 16-bit elements in shared
+/// memory, taken apart. Source: PTX ISA, "Matrix Descriptor Format", "Strides".
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Descriptor {
+    /// Shared address of the first element, in bytes.
+    pub start: u32,
+    /// Bytes between the two k8 halves of a k16 step, without a swizzle.
+    pub leading_bytes: u32,
+    /// Bytes between two groups of 8 columns.
+    pub stride_bytes: u32,
+    /// Which 128-byte row of its 1024 bytes a swizzle pattern begins with.
+    pub base_offset: u32,
+    /// 0 none, 1 128 bytes, 2 64 bytes, 3 32 bytes.
+    pub swizzle: u32,
+}
+
+impl Descriptor {
+    /// No swizzle.
+    pub const NONE: u32 = 0;
+    /// The swizzle of 128 bytes.
+    pub const B128: u32 = 1;
+
+    /// The fields of a descriptor, `None` if a bit is set that belongs to none.
+    pub fn decode(bits: u64) -> Option<Self> {
+        let field = |first: u32, len: u32| (bits >> first) as u32 & ((1 << len) - 1);
+        let known = Self {
+            start: field(0, 14) << 4,
+            leading_bytes: field(16, 14) << 4,
+            stride_bytes: field(32, 14) << 4,
+            base_offset: field(49, 3),
+            swizzle: field(62, 2),
+        };
+        (known.encode() == bits).then_some(known)
+    }
+
+    /// The descriptor's bits. Addresses are cut to the 18 bits that it has room for.
+    pub const fn encode(self) -> u64 {
+        const fn field(bytes: u32) -> u64 {
+            ((bytes & 0x3ffff) >> 4) as u64
+        }
+        field(self.start)
+            | field(self.leading_bytes) << 16
+            | field(self.stride_bytes) << 32
+            | (self.base_offset as u64 & 7) << 49
+            | (self.swizzle as u64 & 3) << 62
+    }
+
+    /// Shared address of the 16 bytes with k `8 * half` to `8 * half + 7` of `column`.
+    pub fn address(&self, column: u32, half: u32) -> u32 {
+        let (group, row) = (column / 8, column % 8);
+        match self.swizzle {
+            Self::B128 => swizzle_128b(self.start + group * self.stride_bytes + row * 128 + 16 * half),
+            _ => self.start + group * self.stride_bytes + half * self.leading_bytes + row * 16,
+        }
+    }
+}
+
+/// Where the 128-byte swizzle puts a shared byte address: the unit of 16 bytes within 128 is xored with the
+/// row of 128 bytes within 1024.
+pub fn swizzle_128b(address: u32) -> u32 {
+    let (row, unit) = (address / 128, address / 16 % 8);
+    row * 128 + swizzle_unit(row, unit) * 16 + address % 16
+}
+
 /// The swizzled position of 16-byte unit `unit` of row `row`: its low three bits are xored with the row's,
 /// so that eight consecutive rows at one logical unit lie in eight different groups of four banks. An
 /// involution for each row.
@@ -88,6 +168,39 @@ mod tests {
                 assert_eq!(f16_from_f64(value.to_f64()).to_bits(), bits);
             }
         }
+    }
+
+    #[test]
+    fn warpgroup_accumulators_are_each_held_once() {
+        let mut held = vec![0; 16 * 256];
+        for (lane, reg) in (0..32).flat_map(|lane| (0..128).map(move |reg| (lane, reg))) {
+            let (row, column) = wgmma_m64k16::d(lane, reg);
+            held[(256 * row + column) as usize] += 1;
+        }
+        assert!(held.iter().all(|count| *count == 1));
+    }
+
+    /// The constant of the 128-byte swizzle with 1024-byte atoms, and a step of 16 k.
+    #[test]
+    fn descriptors_are_taken_apart() {
+        let bits = 0x4000_0040_0001_0000 | 0x12_3400 >> 4 & 0x3fff;
+        let descriptor = Descriptor::decode(bits).expect("no stray bits");
+        let wanted = Descriptor {
+            start: 0x2_3400,
+            leading_bytes: 16,
+            stride_bytes: 1024,
+            base_offset: 0,
+            swizzle: Descriptor::B128,
+        };
+        assert_eq!(descriptor, wanted);
+        assert_eq!(descriptor.encode(), bits);
+        assert_eq!(Descriptor::decode(bits | 1 << 14), None);
+        // Column 11 is row 3 of the second atom: unit 1 of it lies in place 1 ^ 3.
+        assert_eq!(descriptor.address(11, 1), 0x2_3400 + 1024 + 3 * 128 + (1 ^ 3) * 16);
+        let next = Descriptor::decode(bits + 2).expect("no stray bits");
+        assert_eq!(next.address(11, 1), 0x2_3400 + 1024 + 3 * 128 + (3 ^ 3) * 16);
+        let plain = Descriptor { leading_bytes: 2048, swizzle: Descriptor::NONE, ..wanted };
+        assert_eq!(plain.address(11, 1), 0x2_3400 + 1024 + 2048 + 3 * 16);
     }
 
     proptest! {

@@ -12,7 +12,7 @@ use std::{env, fs};
 
 use build::stub;
 use makaira::asm::{Asm, Module, Rule};
-use makaira::backend::{Arg, Backend, Error, Stream};
+use makaira::backend::{Arg, Backend, Error, Launch, Stream};
 use makaira::emu::EmuBackend;
 use makaira::gemm::Gemm;
 use makaira::jit::{GpuBackend, GpuError, Loader, Store};
@@ -151,7 +151,7 @@ fn arguments_are_those_of_the_module() {
     let module = add_one(SmArch::baseline(80));
     let ptr = Arg::from(gpu.alloc(256).expect("memory"));
     let kernel = gpu.load(&module).expect("it loads");
-    let launch = |args: &[Arg]| gpu.launch(&*kernel, [1, 1], args, Stream::default());
+    let launch = |args: &[Arg]| gpu.launch(&*kernel, &Launch::new([1, 1], args, Stream::default()));
     let emu = EmuBackend::h200_like(1);
     let emulated = emu.load(&module).expect("it loads");
     let wrong: [&[Arg]; 4] =
@@ -159,7 +159,8 @@ fn arguments_are_those_of_the_module() {
     for args in wrong {
         let error = launch(args).expect_err("not the parameters");
         assert!(matches!(error.source.downcast_ref::<GpuError>(), Some(GpuError::Arguments(_))));
-        let other = emu.launch(&*emulated, [1, 1], args, Stream::default()).expect_err("likewise");
+        let launch = Launch::new([1, 1], args, Stream::default());
+        let other = emu.launch(&*emulated, &launch).expect_err("likewise");
         assert_eq!(error.source.to_string(), other.source.to_string());
     }
     let error = launch(&[ptr, ptr]).expect_err("one is missing");

@@ -19,7 +19,7 @@ use common::row_reference::State;
 use common::vectors::{Case, Vectors};
 use common::{Random, backends, vectors};
 use makaira::asm::isa::{Row, table};
-use makaira::backend::{Arg, Backend, Stream};
+use makaira::backend::{Arg, Backend, Launch, Stream};
 use makaira::target::SmArch;
 
 /// Rows whose effect is no function of registers and bytes, and where they are tested instead.
@@ -88,7 +88,9 @@ fn run(backend: &dyn Backend, kernel: &RowKernel, case: &Case) -> State {
         _ => Arg::U32(case.param as u32),
     }));
     let loaded = backend.load(&kernel.module).expect("the module is correct");
-    backend.launch(loaded.as_ref(), [1, 1], &args, Stream::default()).expect("it runs");
+    backend
+        .launch(loaded.as_ref(), &Launch::new([1, 1], &args, Stream::default()))
+        .expect("it runs");
     backend.synchronize(Stream::default()).expect("it ran");
     backend.download(output, &mut bytes).expect("it is there");
     let mut images = vec![0; 2 * IMAGE];

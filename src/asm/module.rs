@@ -99,6 +99,14 @@ impl Module {
         })
     }
 
+    /// Registers with which a thread enters the kernel, if the assembler takes all that `.reqntid` and
+    /// `.minnctapersm` leave it, as it does for kernels that change the number later (`setmaxnreg`).
+    pub fn entry_regs(&self) -> u32 {
+        let regs = self.target.spec().map_or(0, |spec| spec.regs_per_sm);
+        let threads = self.entry.threads.max(1) * self.entry.min_ctas.max(1);
+        (regs / threads / 8 * 8).min(255)
+    }
+
     /// The lowest PTX ISA version with every used form and the target.
     pub fn isa(&self) -> PtxIsa {
         let target = self.target.since().unwrap_or(PtxIsa::new(0, 0));

@@ -86,6 +86,8 @@ pub struct Place {
     pub offset: i64,
     /// The shared region that the address stays in, if it was stated.
     pub region: Option<Region>,
+    /// Bytes that the address names, if they are not those of the instruction's row: a barrier's 8.
+    pub bytes: Option<u32>,
 }
 
 /// Anything that can stand in an operand position.
@@ -242,6 +244,16 @@ impl<C: RegClass> RegRange<C> {
         (self.first..self.first + self.len).map(Reg::new)
     }
 
+    /// How many registers.
+    pub fn len(self) -> u32 {
+        self.len
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(self) -> bool {
+        self.len == 0
+    }
+
     /// Register `n`.
     ///
     /// # Panics
@@ -379,12 +391,45 @@ macro_rules! address_operand {
             }
             fn places(&self, f: &mut dyn FnMut(Place)) {
                 let $this = self;
-                f(Place { base: self.base.any(), offset: self.offset.into(), region: $region });
+                f(Place {
+                    base: self.base.any(),
+                    offset: self.offset.into(),
+                    region: $region,
+                    bytes: None,
+                });
             }
         }
     )*};
 }
 address_operand!(SharedAddr, |this| this.region; GlobalAddr, |_this| None);
+
+/// The shared address of a barrier in an instruction whose other addresses name more bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BarrierAddr(pub SharedAddr);
+
+impl From<SharedAddr> for BarrierAddr {
+    fn from(addr: SharedAddr) -> Self {
+        Self(addr)
+    }
+}
+impl From<Reg<B32>> for BarrierAddr {
+    fn from(base: Reg<B32>) -> Self {
+        Self(base.into())
+    }
+}
+impl fmt::Display for BarrierAddr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+impl Operand for BarrierAddr {
+    fn registers(&self, f: &mut dyn FnMut(AnyReg, Role)) {
+        self.0.registers(f);
+    }
+    fn places(&self, f: &mut dyn FnMut(Place)) {
+        self.0.places(&mut |place| f(Place { bytes: Some(8), ..place }));
+    }
+}
 
 /// A place in the program that a branch can name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -500,6 +545,7 @@ examples! {
         _ => In::Imm(C::to_bits(C::from_bits(u64::from(pick(1 << 16)) << pick(49)))),
     };
     [] SharedAddr: |asm, _| asm.reg::<B32>().into();
+    [] BarrierAddr: |asm, _| BarrierAddr(asm.reg::<B32>().into());
     [] GlobalAddr: |asm, _| asm.reg::<B64>().into();
     [] Label: |asm, _| asm.label("next");
     [] Param: |asm, _| asm.param_u32("value");

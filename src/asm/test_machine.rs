@@ -3,7 +3,10 @@
 
 use std::collections::HashMap;
 
-use super::isa::{Access, AsyncCopy, Inst, Machine};
+use super::isa::{
+    Access, AsyncCopy, BarrierOp, BulkOp, ClusterOp, GridOp, Inst, Machine, Product, ProductOp,
+    ProxyFence, SharedAt,
+};
 use super::module::Module;
 use super::reg::{AnyReg, Label, Param};
 use super::types::{Order, Space, Special};
@@ -119,7 +122,70 @@ impl Machine for TestMachine {
     fn exit(&mut self, _lane: u32) -> Result<(), Self::Stop> {
         Ok(())
     }
-    fn unmodelled(&mut self) -> Result<(), Self::Stop> {
+    fn mbarrier(&mut self, _: u32, _: SharedAt, _: BarrierOp) -> Result<bool, Self::Stop> {
+        self.widths.push(8);
+        Ok(true)
+    }
+    fn proxy_fence(&mut self, _lane: u32, _fence: ProxyFence) -> Result<(), Self::Stop> {
+        Ok(())
+    }
+    fn bulk(&mut self, _lane: u32, op: BulkOp) -> Result<(), Self::Stop> {
+        if !matches!(op, BulkOp::Commit | BulkOp::Wait { .. }) {
+            self.widths.push(16);
+        }
+        Ok(())
+    }
+    fn param_addr(&mut self, _lane: u32, param: Param) -> Result<u64, Self::Stop> {
+        Ok(param.index.into())
+    }
+    fn peer_addr(&mut self, _lane: u32, addr: u32, _rank: u32) -> Result<u32, Self::Stop> {
+        Ok(addr)
+    }
+    fn store_async(
+        &mut self,
+        lane: u32,
+        at: SharedAt,
+        value: [u8; 16],
+        _bar: SharedAt,
+    ) -> Result<(), Self::Stop> {
+        let access = Access {
+            space: Space::Shared,
+            addr: at.addr.into(),
+            region: at.region,
+            order: Order::Weak,
+        };
+        self.store(lane, access, &value)
+    }
+    fn cluster(&mut self, _op: ClusterOp) -> Result<(), Self::Stop> {
+        Ok(())
+    }
+    fn grid(&mut self, _lane: u32, _op: GridOp) -> Result<(), Self::Stop> {
+        Ok(())
+    }
+    fn elected(&self) -> u32 {
+        0
+    }
+    fn set_registers(&mut self, _n: u32, _more: bool) -> Result<(), Self::Stop> {
+        Ok(())
+    }
+    fn product(&mut self, _product: &Product, _b: &mut [[u16; 16]]) -> Result<(), Self::Stop> {
+        Ok(())
+    }
+    fn order_products(&mut self, _op: ProductOp) -> Result<(), Self::Stop> {
+        Ok(())
+    }
+    fn reduce_f32(
+        &mut self,
+        _lane: u32,
+        access: Access,
+        values: [f32; 4],
+    ) -> Result<(), Self::Stop> {
+        self.widths.push(16);
+        for (n, value) in values.into_iter().enumerate() {
+            for (b, byte) in value.to_le_bytes().into_iter().enumerate() {
+                self.memory.insert((access.space, access.addr + (4 * n + b) as u64), byte);
+            }
+        }
         Ok(())
     }
 }

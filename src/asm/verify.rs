@@ -18,7 +18,10 @@ mod tests;
 pub use report::{Diagnostic, Diagnostics, Rule, Site};
 
 use super::builder::{Item, Node};
-use super::isa::{Effect, Inst, TargetSet, alu::Alu, async_copy::CopyAsync, sync::Sync};
+use super::isa::{
+    Effect, Inst, TargetSet, alu::Alu, async_copy::CopyAsync, bulk::Bulk, cluster::Cluster,
+    cluster::SetmaxnregDec, cluster::SetmaxnregInc, sync::Sync, wgmma::Wgmma,
+};
 use super::module::Module;
 use super::reg::{In, Label, Role};
 use super::types::Class;
@@ -138,8 +141,16 @@ impl Checker<'_> {
         if entry.min_ctas == 0 {
             self.report(Rule::Launch, None, "0 CTAs per SM asked for: ask for at least 1");
         }
-        for param in entry.params.iter().filter(|param| !matches!(param.bytes, 4 | 8)) {
-            let what = format!("parameter {} of {} bytes: use 4 or 8", param.name, param.bytes);
+        let cluster = entry.cluster;
+        if !(1..=8).contains(&cluster) {
+            let what = format!("clusters of {cluster} CTAs: every device has 1 to 8");
+            self.report(Rule::Launch, None, what);
+        }
+        for param in entry.params.iter().filter(|param| !matches!(param.bytes, 4 | 8 | 128)) {
+            let what = format!(
+                "parameter {} of {} bytes: use 4, 8, or 128 for a tensor map",
+                param.name, param.bytes
+            );
             self.report(Rule::Param, None, what);
         }
     }
@@ -282,7 +293,7 @@ impl Checker<'_> {
         let mut places = Vec::new();
         node.inst.places(&mut |place| places.push(place));
         for place in places {
-            let width = i64::from(row.access_bytes.max(1));
+            let width = i64::from(place.bytes.unwrap_or(row.access_bytes).max(1));
             if place.offset % width != 0 {
                 let what = format!(
                     "offset {} of an access of {width} bytes: it must be a multiple of {width}",
@@ -301,7 +312,11 @@ impl Checker<'_> {
             }
         }
         if let Some(param) = node.inst.param() {
-            let width = destination.map_or(0, class_bytes);
+            // The address of a parameter is taken of those that have no width of their own.
+            let width = match node.inst {
+                Inst::Bulk(Bulk::MovB64Param(_)) => 128,
+                _ => destination.map_or(0, class_bytes),
+            };
             if entry.params.get(param.index as usize) != Some(&param) {
                 let what = format!("parameter {} is none of this entry", param.name);
                 self.report(Rule::Param, n, what);
@@ -435,6 +450,22 @@ fn bad_immediate(inst: &Inst, threads: u32) -> Option<String> {
         },
         Inst::Alu(Alu::Lop3B32(i)) if i.lut.0 > 255 => {
             Some(format!("look-up table {:#x}: it has 8 bits", i.lut.0))
+        }
+        Inst::Cluster(Cluster::SetmaxnregDec(SetmaxnregDec { n }))
+        | Inst::Cluster(Cluster::SetmaxnregInc(SetmaxnregInc { n }))
+            if !(24..=256).contains(&n.0) || !n.0.is_multiple_of(8) =>
+        {
+            Some(format!("{} registers: use a multiple of 8 from 24 to 256", n.0))
+        }
+        Inst::Wgmma(Wgmma::WgmmaM64K16F32F16(i)) => {
+            let (n, regs) = (i.n.0, i.d.0.len());
+            if !(8..=256).contains(&n) || !n.is_multiple_of(8) {
+                Some(format!("a product of {n} columns: use a multiple of 8 from 8 to 256"))
+            } else if regs != n / 2 {
+                Some(format!("{regs} accumulators for {n} columns: use {}", n / 2))
+            } else {
+                None
+            }
         }
         Inst::CopyAsync(CopyAsync::CpAsyncCg16Zfill(i)) => copied(i.n, 16),
         Inst::CopyAsync(CopyAsync::CpAsyncCa4Zfill(i)) => copied(i.n, 4),

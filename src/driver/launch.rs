@@ -2,7 +2,7 @@
 //!
 //! A launch checks the shape against the device and the kernel before the driver sees it, neither
 //! allocates nor waits, and returns what the driver says. Arguments are packed as PTX lays out
-//! parameters: each at the next multiple of its size, in the order of the entry's declaration.
+//! parameters: each at the next multiple of its alignment, in the order of the entry's declaration.
 //!
 //! Launching is no `unsafe` call: a kernel reaches the memory that its arguments name, and whoever
 //! made an address from a raw one vouched for it ([`DevicePtr::from_raw`]).
@@ -22,6 +22,14 @@ const ARG_WORDS: usize = 64;
 
 /// Sizes of a list's arguments in bytes, zeros behind the last. Offsets follow from them.
 pub(super) type ArgSizes = [u8; ARG_WORDS];
+
+/// The alignment of an argument: its size, except that of a tensor map.
+const fn alignment(bytes: usize) -> usize {
+    if bytes < MAX_ALIGNMENT { bytes } else { MAX_ALIGNMENT }
+}
+
+/// The alignment of a tensor map, the largest of an argument, in bytes.
+const MAX_ALIGNMENT: usize = align_of::<super::tensor_map::TensorMap>();
 
 /// A value that can be a kernel parameter.
 pub trait KernelArg: bytemuck::NoUninit {}
@@ -61,6 +69,7 @@ impl Args {
 
     /// Appends an argument.
     pub fn push<A: KernelArg>(&mut self, arg: A) {
+        const { assert!(alignment(size_of::<A>()) == align_of::<A>()) };
         let start = self.bytes.next_multiple_of(align_of::<A>());
         self.bytes = start + size_of::<A>();
         let room: &mut [u8] = bytemuck::cast_slice_mut(&mut self.words);
@@ -301,7 +310,7 @@ impl Function {
         let mut end = 0_usize;
         for (index, size) in args.sizes[..args.count].iter().enumerate() {
             let size = usize::from(*size);
-            let given = Placed { offset: end.next_multiple_of(size), bytes: size };
+            let given = Placed { offset: end.next_multiple_of(alignment(size)), bytes: size };
             let mut declared = Placed { offset: 0, bytes: 0 };
             let Placed { offset, bytes } = &mut declared;
             // SAFETY: the driver writes two sizes, or refuses an index beyond the last one.

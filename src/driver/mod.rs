@@ -45,6 +45,7 @@ mod launch;
 mod module;
 mod stream;
 mod sys;
+mod tensor_map;
 
 pub use buffer::{DeviceBuffer, DevicePtr, PinnedBuffer};
 pub use context::{Context, Current};
@@ -56,3 +57,4 @@ pub use launch::{Args, KernelArg, LaunchAttrs, LaunchShape};
 pub use module::{Cubin, Function, FunctionAttrs, JitOptions, Module};
 pub use stream::{Stream, StreamRef};
 pub use sys::{Driver, DriverVersion};
+pub use tensor_map::{TensorMap, TiledMatrix};

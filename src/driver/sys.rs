@@ -95,6 +95,15 @@ pub(super) const LAUNCH_COOPERATIVE: u32 = 2;
 pub(super) const LAUNCH_CLUSTER_DIMENSION: u32 = 4;
 pub(super) const LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION: u32 = 6;
 
+// CUtensorMapDataType, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion and
+// CUtensorMapFloatOOBfill.
+pub(super) const TENSOR_FLOAT16: i32 = 6;
+pub(super) const TENSOR_NO_INTERLEAVE: i32 = 0;
+pub(super) const TENSOR_NO_SWIZZLE: i32 = 0;
+pub(super) const TENSOR_SWIZZLE_128B: i32 = 3;
+pub(super) const TENSOR_L2_PROMOTION_256B: i32 = 3;
+pub(super) const TENSOR_ZEROS_OUTSIDE: i32 = 0;
+
 // Stream and event flags, CUstreamCaptureMode, CUstreamCaptureStatus.
 pub(super) const STREAM_NON_BLOCKING: u32 = 1;
 pub(super) const EVENT_DEFAULT: u32 = 0;
@@ -289,6 +298,7 @@ driver_api! {
         cuMemAllocAsync(pointer: *mut CUdeviceptr, bytes: usize, stream: CUstream);
         cuLaunchKernelEx(config: *const LaunchConfig, function: CUfunction, params: *mut *mut c_void, extra: *mut *mut c_void);
         cuOccupancyMaxActiveClusters(count: *mut i32, function: CUfunction, config: *const LaunchConfig);
+        cuTensorMapEncodeTiled(map: *mut u64, data_type: i32, rank: u32, address: CUdeviceptr, sizes: *const u64, strides: *const u64, tile: *const u32, steps: *const u32, interleave: i32, swizzle: i32, l2_promotion: i32, outside: i32);
         cuFuncLoad(function: CUfunction);
         cuFuncGetParamInfo(function: CUfunction, index: usize, offset: *mut usize, bytes: *mut usize);
     }

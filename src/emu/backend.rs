@@ -8,7 +8,9 @@ use super::memory::{Memory, MemoryError};
 use super::program::Program;
 use super::report::{Fault, LaunchReport};
 use crate::asm::{Diagnostics, Module};
-use crate::backend::{Arg, Backend, DevicePtr, Error, Kernel, Stream};
+use crate::backend::{
+    Arg, ArgumentsError, Backend, DevicePtr, Error, Kernel, Launch, Stream, TensorMapError,
+};
 use crate::target::{DeviceSpec, PtxIsa, SmArch};
 
 /// Why a module was not loaded or a launch refused.
@@ -33,14 +35,20 @@ pub enum EmuError {
         threads: u32,
     },
     /// The arguments are not those of the entry.
-    #[error("{module} takes {expected}, given {given}; pass its parameters in order")]
-    Arguments {
+    #[error(transparent)]
+    Arguments(#[from] ArgumentsError),
+    /// A tensor map breaks a rule of the hardware.
+    #[error(transparent)]
+    TensorMap(#[from] TensorMapError),
+    /// The grid does not consist of whole clusters.
+    #[error("{module} launched with {x} CTAs in x; its clusters have {cluster}: use a multiple")]
+    Cluster {
         /// The entry's name.
         module: String,
-        /// The parameters.
-        expected: String,
-        /// The arguments.
-        given: String,
+        /// CTAs in x.
+        x: u32,
+        /// CTAs of a cluster.
+        cluster: u32,
     },
     /// The grid is empty or beyond what is kept resident.
     #[error(
@@ -97,31 +105,26 @@ impl EmuKernel {
         if !(1..=MAX_CTAS).contains(&num_ctas) {
             return Err(EmuError::Grid { module: module(), x: grid[0], y: grid[1] });
         }
-        let values: Option<Vec<u64>> = (self.program.params.len() == args.len())
-            .then(|| {
-                self.program.params.iter().zip(args).map(|(param, arg)| match (param.bytes, arg) {
-                    (4, Arg::U32(value)) => Some(u64::from(*value)),
-                    (8, Arg::U64(value)) => Some(*value),
-                    _ => None,
-                })
-            })
-            .and_then(Iterator::collect);
-        let Some(values) = values else {
-            let expected = self.program.params.iter().map(|param| match param.bytes {
-                4 => format!("{}: u32", param.name),
-                _ => format!("{}: u64", param.name),
-            });
-            let given = args.iter().map(|arg| match arg {
-                Arg::U32(_) => "u32",
-                Arg::U64(_) => "u64",
-            });
-            return Err(EmuError::Arguments {
-                module: module(),
-                expected: format!("({})", expected.collect::<Vec<_>>().join(", ")),
-                given: format!("({})", given.collect::<Vec<_>>().join(", ")),
-            });
-        };
-        Ok(grid::run(&self.program, grid, &values, memory, options)?)
+        if !grid[0].is_multiple_of(self.program.cluster) {
+            let cluster = self.program.cluster;
+            return Err(EmuError::Cluster { module: module(), x: grid[0], cluster });
+        }
+        ArgumentsError::check(&self.program.name, &self.program.params, args)?;
+        let mut values = Vec::with_capacity(args.len());
+        let mut maps = Vec::with_capacity(args.len());
+        for arg in args {
+            let (value, map) = match arg {
+                Arg::U32(value) => (u64::from(*value), None),
+                Arg::U64(value) => (*value, None),
+                Arg::TensorMap(map) => {
+                    map.check()?;
+                    (0, Some(*map))
+                }
+            };
+            values.push(value);
+            maps.push(map);
+        }
+        Ok(grid::run(&self.program, grid, &values, &maps, memory, options)?)
     }
 }
 
@@ -237,7 +240,9 @@ impl Backend for EmuBackend {
     }
 
     fn download(&self, ptr: DevicePtr, bytes: &mut [u8]) -> Result<(), Error> {
-        let done = self.state().memory.download(ptr.0, bytes);
+        let mut state = self.state();
+        state.memory.settle();
+        let done = state.memory.download(ptr.0, bytes);
         done.map_err(|e| Error::new("cannot download", e))
     }
 
@@ -247,23 +252,21 @@ impl Backend for EmuBackend {
         Ok(Arc::new(EmuKernel::new(module)))
     }
 
-    fn launch(
-        &self,
-        kernel: &dyn Kernel,
-        grid: [u32; 2],
-        args: &[Arg],
-        _stream: Stream,
-    ) -> Result<(), Error> {
+    fn launch(&self, kernel: &dyn Kernel, launch: &Launch<'_>) -> Result<(), Error> {
         let failed = |e: EmuError| Error::new(format!("cannot run {}", kernel.name()), e);
         let foreign = || failed(EmuError::ForeignKernel(kernel.name().to_owned()));
         let ours = kernel.as_any().downcast_ref::<EmuKernel>().ok_or_else(foreign)?;
         let mut state = self.state();
-        let report = ours.run(grid, args, &mut state.memory, &self.options).map_err(failed)?;
+        let overlap = self.options.overlap || launch.overlap_previous;
+        let options = Options { overlap, ..self.options.clone() };
+        let ran = ours.run(launch.grid, launch.args, &mut state.memory, &options);
+        let report = ran.map_err(failed)?;
         state.report = Some(report);
         Ok(())
     }
 
     fn synchronize(&self, _stream: Stream) -> Result<(), Error> {
+        self.state().memory.settle();
         Ok(())
     }
 }

@@ -15,6 +15,22 @@ pub(super) const LINE: usize = 16;
 const GRANULE: usize = 2;
 const CELLS: usize = LINE / GRANULE;
 
+/// Who makes an access, as far as its order goes: what is known, and whose own earlier accesses come before
+/// it without a word. For an agent's access that is the thread that issued it.
+#[derive(Clone, Copy)]
+pub(super) struct View<'a> {
+    pub known: &'a Knowledge,
+    pub cta: u32,
+    pub thread: u16,
+}
+
+impl View<'_> {
+    #[inline]
+    fn before(&self, earlier: &Stamp) -> bool {
+        earlier.cta == self.cta && earlier.thread == self.thread || self.known.covers(earlier)
+    }
+}
+
 /// The accesses to one place.
 #[derive(Clone, Debug)]
 struct Cell {
@@ -44,7 +60,7 @@ pub(super) struct Line {
 }
 
 impl Line {
-    /// Records an access of `size` bytes at `offset` by a thread that knows `known`.
+    /// Records an access of `size` bytes at `offset`, seen from `view`.
     ///
     /// # Errors
     /// The earlier access that nothing orders before this one.
@@ -54,12 +70,21 @@ impl Line {
         offset: usize,
         size: usize,
         stamp: Stamp,
-        known: &Knowledge,
+        view: View<'_>,
     ) -> Result<(), Stamp> {
         if size == LINE && self.split.is_none() {
-            return self.whole.access(stamp, known);
+            return self.whole.access(stamp, view);
         }
-        self.access_cells(offset, size, stamp, known)
+        self.access_cells(offset, size, stamp, view)
+    }
+
+    /// Calls `f` with the last write of each part.
+    #[inline]
+    pub fn writes(&self, mut f: impl FnMut(&Stamp)) {
+        match &self.split {
+            None => f(&self.whole.write),
+            Some(cells) => cells.iter().for_each(|cell| f(&cell.write)),
+        }
     }
 
     fn access_cells(
@@ -67,13 +92,13 @@ impl Line {
         offset: usize,
         size: usize,
         stamp: Stamp,
-        known: &Knowledge,
+        view: View<'_>,
     ) -> Result<(), Stamp> {
         let whole = &self.whole;
         let cells =
             self.split.get_or_insert_with(|| Box::new(std::array::from_fn(|_| whole.clone())));
         for cell in &mut cells[offset / GRANULE..(offset + size).div_ceil(GRANULE)] {
-            cell.access(stamp, known)?;
+            cell.access(stamp, view)?;
         }
         if size == LINE && stamp.flags & WRITE != 0 {
             self.whole = cells[0].clone();
@@ -85,8 +110,8 @@ impl Line {
 
 impl Cell {
     #[inline]
-    fn access(&mut self, stamp: Stamp, known: &Knowledge) -> Result<(), Stamp> {
-        let before = |earlier: &Stamp| earlier.same_thread(&stamp) || known.covers(earlier);
+    fn access(&mut self, stamp: Stamp, view: View<'_>) -> Result<(), Stamp> {
+        let before = |earlier: &Stamp| view.before(earlier);
         let both_atomic = |earlier: &Stamp| earlier.flags & stamp.flags & ATOMIC != 0;
         if !before(&self.write) && !both_atomic(&self.write) {
             return Err(self.write);
@@ -153,7 +178,11 @@ impl Others {
     fn read(&mut self, stamp: Stamp, before: impl Fn(&Stamp) -> bool) -> Result<(), Stamp> {
         // Whoever is ordered after this read is ordered after one before it, so the earlier one can go;
         // unless this one is atomic, which an unordered atomic write may follow, and that one is not.
-        let replaces = |o: &Stamp| o.flags & (WRITE | ATOMIC) == stamp.flags & ATOMIC && before(o);
+        // Whoever knows of an agent's read knows of its earlier ones.
+        let replaces = |o: &Stamp| {
+            o.flags & (WRITE | ATOMIC) == stamp.flags & ATOMIC
+                && (before(o) || o.same_thread(&stamp) && o.epoch <= stamp.epoch)
+        };
         match self {
             Others::None => *self = Others::One(stamp),
             Others::One(only) if replaces(only) => *only = stamp,
@@ -257,6 +286,10 @@ mod tests {
     /// Words that only atomics touch lie in a line of their own, so that the flags themselves never race.
     const FLAG_WORDS: usize = LINE / 4;
 
+    fn view<'a>(stamp: &Stamp, known: &'a Knowledge) -> View<'a> {
+        View { known, cta: stamp.cta, thread: stamp.thread }
+    }
+
     /// The position of the first racing event, by the detector.
     fn detected(events: &[Event]) -> Option<usize> {
         let mut threads: Vec<Threads> =
@@ -274,14 +307,14 @@ mod tests {
             Event::Access { cta, thread, offset, size, write } => {
                 let stamp = stamp(&threads, cta, thread, if write { WRITE } else { 0 });
                 let known = &threads[cta].get(thread as u32).known;
-                lines[0].access(offset, 1 << size, stamp, known).is_err()
+                lines[0].access(offset, 1 << size, stamp, view(&stamp, known)).is_err()
             }
             Event::Atomic { cta, thread, word, write, rmw, orders } => {
                 let flags = ATOMIC | if write { WRITE } else { 0 };
                 let stamp = stamp(&threads, cta, thread, flags);
                 // Word 1 lies in the line that weak accesses touch, too.
                 let known = &threads[cta].get(thread as u32).known;
-                let raced = lines[1 - word].access(0, 4, stamp, known).is_err();
+                let raced = lines[1 - word].access(0, 4, stamp, view(&stamp, known)).is_err();
                 let old = words[word].clone();
                 if !write || rmw {
                     threads[cta].atomic_read(thread as u32, old.as_ref(), orders);

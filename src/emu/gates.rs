@@ -4,10 +4,13 @@
 //! gate's fault is written beside it, out of the hot path.
 
 use super::async_ops::Flight;
-use super::clock::{ATOMIC, COPY, Stamp, WRITE};
-use super::machine::{Executor, SMEM_BASE, Stop};
+use super::check::View;
+use super::clock::{ASYNC, ATOMIC, COPY, Stamp, WRITE};
+use super::machine::{Executor, Stop};
+use super::mbarrier::NEVER;
 use super::memory::MemoryError;
 use super::report::{Fault, FaultKind, Site};
+use crate::asm::isa::{Inst, bulk::Bulk};
 use crate::asm::reg::{AnyReg, Region};
 
 /// What a thread did with memory, in words.
@@ -80,18 +83,81 @@ impl Executor<'_> {
         }
     }
 
+    /// What an access was, in words.
+    pub(super) fn deed(&self, stamp: &Stamp) -> &'static str {
+        if stamp.flags & ASYNC == 0 {
+            return deed(stamp);
+        }
+        match &self.launch.program.node(stamp.pc).inst {
+            Inst::Bulk(_) => "bulk copy",
+            Inst::Wgmma(_) => "warpgroup product",
+            Inst::Mbarrier(_) => "initialisation of an mbarrier",
+            _ => "asynchronous store",
+        }
+    }
+
+    /// Where an access was made or issued.
+    pub(super) fn site_of(&self, stamp: &Stamp, what: &str) -> Site {
+        self.site(stamp.cta, stamp.issuer().into(), stamp.pc, format!("{} {what}", self.deed(stamp)))
+    }
+
+    /// An access to what an agent has not been waited for.
+    #[cold]
+    fn not_waited_for(&self, lane: u32, now: Stamp, earlier: Stamp, place: &str) -> Stop {
+        let (kind, help) = match &self.launch.program.node(earlier.pc).inst {
+            _ if earlier.epoch == NEVER => (
+                FaultKind::MbarrierMisuse,
+                "the bytes of an mbarrier are for its own instructions: give it a place of its own",
+            ),
+            Inst::Wgmma(_) => (
+                FaultKind::MissingWait,
+                "a product reads its operand until a `wgmma.wait_group` covers its group; tell \
+                 others after that wait",
+            ),
+            Inst::Bulk(Bulk::CpAsyncBulkTensor2dStore(_)) => (
+                FaultKind::MissingWait,
+                "a bulk store reads its source until `cp.async.bulk.wait_group.read`, and writes \
+                 until `cp.async.bulk.wait_group`, in the thread that issued it",
+            ),
+            _ => (
+                FaultKind::MissingWait,
+                "wait for the phase of the barrier that counts the copy, with that phase's parity, \
+                 in this thread or before a barrier of threads; announce the bytes with `expect_tx`",
+            ),
+        };
+        let what =
+            format!("{} of {place} before the {} is over", self.deed(&now), self.deed(&earlier));
+        let accesses = vec![
+            self.here(lane, self.deed(&now)),
+            self.site_of(&earlier, "issued earlier, not known to be over,"),
+        ];
+        Box::new(Fault { kind, what, accesses, help: help.into() })
+    }
+
     /// Two accesses that nothing orders.
     #[cold]
     pub(super) fn race(&self, lane: u32, now: Stamp, earlier: Stamp, place: String) -> Stop {
+        if earlier.flags & ASYNC != 0 {
+            return self.not_waited_for(lane, now, earlier, &place);
+        }
         let one_warp =
             earlier.cta == self.cta.index && u32::from(earlier.thread) / 32 == self.warp.index;
-        let help = if earlier.cta != self.cta.index {
+        let in_cluster = earlier.cta / self.launch.program.cluster
+            == self.cta.index / self.launch.program.cluster;
+        let help = if earlier.cta != self.cta.index && in_cluster && now.flags & ASYNC != 0 {
+            "another CTA of the cluster used the bytes: let it arrive (after its last use) at an \
+             mbarrier of this CTA, or at the cluster's barrier with release, and wait for that"
+        } else if earlier.cta != self.cta.index {
             "order the CTAs: publish after the first access with a release (or fence and atomic), \
              acquire the same word before the second, with a barrier between the flag and the \
              other threads of each CTA"
         } else if earlier.flags & COPY != 0 {
             "a copy is visible to its own lane after the wait, to other threads only after a \
              barrier that follows that wait"
+        } else if now.flags & ASYNC != 0 {
+            "tell the issuing thread that the bytes are no longer used: each thread that used them \
+             arrives at an mbarrier that it waits for, or meets it at a barrier; lanes that one \
+             lane arrives for meet it first (`bar.warp.sync`)"
         } else if now.flags & COPY != 0 {
             "the copy overwrites what other threads may still be using: put a barrier between \
              their last access and the copy"
@@ -100,9 +166,9 @@ impl Executor<'_> {
         } else {
             "put `bar.sync` between the two accesses"
         };
-        let kinds = format!("{} and {} of {place}", deed(&now), deed(&earlier));
+        let kinds = format!("{} and {} of {place}", self.deed(&now), deed(&earlier));
         let accesses = vec![
-            self.here(lane, deed(&now)),
+            self.here(lane, self.deed(&now)),
             self.site(
                 earlier.cta,
                 earlier.thread.into(),
@@ -121,14 +187,14 @@ impl Executor<'_> {
         }
         let issue = flight.stamp;
         let accesses = vec![
-            self.here(lane, deed(&now)),
+            self.here(lane, self.deed(&now)),
             self.site(issue.cta, issue.thread.into(), issue.pc, "copy in flight, issued".into()),
         ];
         Box::new(Fault {
             kind: FaultKind::MissingWait,
             what: format!(
                 "{} of shared byte {at} while an asynchronous copy to bytes {}..{} is in flight",
-                deed(&now),
+                self.deed(&now),
                 flight.at,
                 flight.at + flight.bytes
             ),
@@ -157,7 +223,7 @@ impl Executor<'_> {
     pub(super) fn outside_shared(&self, lane: u32, deed: &str, addr: u64, size: usize) -> Stop {
         let what = format!(
             "{size} bytes at shared address {addr:#x} ({:+} from the start) leave the CTA's {} bytes",
-            addr as i64 - i64::from(SMEM_BASE),
+            addr as i64 - i64::from(self.launch.program.smem_base),
             self.cta.shared.len()
         );
         let help = "add the base that `mov.u32 %r, smem` gives, and check the offset";
@@ -173,7 +239,7 @@ impl Executor<'_> {
         size: usize,
         region: Region,
     ) -> Stop {
-        let at = addr as i64 - i64::from(SMEM_BASE);
+        let at = addr as i64 - i64::from(self.launch.program.smem_base);
         let what = format!(
             "{size} bytes at shared byte {at} leave the promised region {}..{}",
             region.start,
@@ -194,7 +260,7 @@ impl Executor<'_> {
         region: Option<Region>,
         size: usize,
     ) -> Result<usize, Stop> {
-        let at = addr.wrapping_sub(SMEM_BASE.into());
+        let at = addr.wrapping_sub(self.launch.program.smem_base.into());
         let inside = |start: u64, len: u64| at >= start && at - start + size as u64 <= len;
         if at > self.cta.shared.len() as u64 || !inside(0, self.cta.shared.len() as u64) {
             return Err(self.outside_shared(lane, deed, addr, size));
@@ -224,7 +290,7 @@ impl Executor<'_> {
         }
         let known = &self.cta.threads.get(stamp.thread.into()).known;
         let line = self.cta.shared.line(at);
-        line.access(at % 16, size, stamp, known)
+        line.access(at % 16, size, stamp, View { known, cta: stamp.cta, thread: stamp.thread })
             .map_err(|earlier| self.race(lane, stamp, earlier, format!("shared byte {at}")))
     }
 
@@ -240,10 +306,14 @@ impl Executor<'_> {
         if !addr.is_multiple_of(size as u64) {
             return Err(self.misaligned(lane, deed(&stamp), addr, size));
         }
+        if self.launch.overlap {
+            self.check_early(lane, addr, size, &stamp)?;
+        }
         let known = &self.cta.threads.get(stamp.thread.into()).known;
         match self.memory.find(addr, size) {
             Ok((allocation, at)) => {
-                allocation.bytes.line(at).access(at % 16, size, stamp, known).map_err(|earlier| {
+                let view = View { known, cta: stamp.cta, thread: stamp.thread };
+                allocation.bytes.line(at).access(at % 16, size, stamp, view).map_err(|earlier| {
                     self.race(lane, stamp, earlier, format!("address {addr:#x}"))
                 })
             }
@@ -268,10 +338,26 @@ impl Executor<'_> {
     #[inline]
     pub(super) fn write_global(&mut self, lane: u32, addr: u64, buf: &[u8]) -> Result<(), Stop> {
         match self.memory.find(addr, buf.len()) {
-            Ok((allocation, at)) => allocation.bytes.write(at, buf),
+            Ok((allocation, at)) => allocation.write(at, buf),
             Err(error) => return Err(self.memory_fault(lane, "write", &error)),
         }
         self.progress = true;
+        Ok(())
+    }
+
+    /// Writes any range of device bytes.
+    pub(super) fn write_global_range(
+        &mut self,
+        lane: u32,
+        addr: u64,
+        buf: &[u8],
+    ) -> Result<(), Stop> {
+        let mut at = 0;
+        while at < buf.len() {
+            let size = (16 - (addr as usize + at) % 16).min(buf.len() - at);
+            self.write_global(lane, addr + at as u64, &buf[at..at + size])?;
+            at += size;
+        }
         Ok(())
     }
 }

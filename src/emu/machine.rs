@@ -4,19 +4,23 @@
 //! run, guards, who must be together, what happens after. What the rows ask for is in `rows.rs`, what every
 //! access is checked for in `gates.rs`. The first rule that is broken stops the launch.
 
+use std::collections::BTreeMap;
+
+use super::agents::Agents;
 use super::async_ops::Flights;
 use super::banks::Banks;
-use super::clock::Threads;
+use super::bulk::BulkGroups;
+use super::clock::{Stamp, Threads};
+use super::cluster::{ClusterBarrier, Pool};
 use super::grid::Launch;
+use super::mbarrier::Mbarriers;
 use super::memory::{Bytes, Memory};
 use super::report::{Counts, Fault, FaultKind};
 use super::warp::Warp;
+use super::wgmma::Warpgroup;
 use crate::asm::isa::lanes;
 use crate::asm::reg::AnyReg;
 use crate::asm::types::{Class, Scope};
-
-/// The shared-window address of a CTA's shared memory. Not 0, so that a forgotten base shows.
-pub(super) const SMEM_BASE: u32 = 1024;
 
 pub(super) type Stop = Box<Fault>;
 
@@ -28,6 +32,28 @@ pub(super) struct CtaState {
     pub shared: Bytes,
     pub flights: Flights,
     pub threads: Threads,
+    pub agents: Agents,
+    pub barriers: Mbarriers,
+    /// For each thread that initialised barriers one more than its fences for them.
+    pub init_fences: BTreeMap<u32, u32>,
+    /// The bulk stores of each thread that has any.
+    pub bulk_groups: BTreeMap<u32, BulkGroups>,
+    pub warpgroups: Vec<Warpgroup>,
+    pub pool: Pool,
+    /// What other CTAs did to its memory that it must know of before it ends.
+    pub remote: Vec<Stamp>,
+    pub has_ended: bool,
+}
+
+/// What a warp waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Wait {
+    /// The end of a phase of a barrier of its CTA.
+    Mbarrier { index: usize, phase: u32 },
+    /// The next time that the cluster's barrier completes.
+    Cluster { generation: u32 },
+    /// Registers in the CTA's pool.
+    Pool { need: u32 },
 }
 
 /// Why a warp gave way.
@@ -37,6 +63,8 @@ pub(super) enum Pause {
     Slice,
     /// It arrived at a CTA barrier.
     Barrier { id: u32, threads: Option<u32> },
+    /// It need not be asked before something has happened.
+    Parked(Wait),
     /// All its lanes have ended.
     Ended,
 }
@@ -46,6 +74,11 @@ pub(super) struct Executor<'a> {
     pub launch: &'a Launch<'a>,
     pub warp: &'a mut Warp,
     pub cta: &'a mut CtaState,
+    /// The CTAs of the cluster before this one and after it.
+    pub peers: (&'a mut [CtaState], &'a mut [CtaState]),
+    pub rank: usize,
+    /// The cluster's barrier.
+    pub barrier: &'a mut ClusterBarrier,
     pub memory: &'a mut Memory,
     pub counts: &'a mut [Counts],
     pub banks: &'a mut Banks,
@@ -56,19 +89,53 @@ pub(super) struct Executor<'a> {
     pub pc: u32,
     pub active: u32,
     pub arrival: Option<(u32, Option<u32>)>,
+    /// Lanes of the current instruction that asked in vain whether a phase has completed; what they wait for.
+    pub failed_tests: u32,
+    pub parked: Option<Wait>,
+    /// The current instruction did nothing and is executed again once this has come.
+    pub retry: Option<Wait>,
+}
+
+/// The parts of the grid that a warp can reach.
+pub(super) struct Reach<'a> {
+    pub warp: &'a mut Warp,
+    /// The CTAs of its cluster, and which one is its own.
+    pub cluster: &'a mut [CtaState],
+    pub rank: usize,
+    pub barrier: &'a mut ClusterBarrier,
+    pub memory: &'a mut Memory,
 }
 
 impl<'a> Executor<'a> {
     pub fn new(
         launch: &'a Launch<'a>,
-        warp: &'a mut Warp,
-        cta: &'a mut CtaState,
-        memory: &'a mut Memory,
+        reach: Reach<'a>,
         counts: &'a mut [Counts],
         banks: &'a mut Banks,
     ) -> Self {
-        let (steps, progress, pc, active, arrival) = (0, false, 0, 0, None);
-        Self { launch, warp, cta, memory, counts, banks, steps, progress, pc, active, arrival }
+        let Reach { warp, cluster, rank, barrier, memory } = reach;
+        let (before, rest) = cluster.split_at_mut(rank);
+        let (cta, after) = rest.split_first_mut().expect("the CTA is one of its cluster");
+        let peers = (before, after);
+        Self {
+            launch,
+            warp,
+            cta,
+            peers,
+            rank,
+            barrier,
+            memory,
+            counts,
+            banks,
+            steps: 0,
+            progress: false,
+            pc: 0,
+            active: 0,
+            arrival: None,
+            failed_tests: 0,
+            parked: None,
+            retry: None,
+        }
     }
 
     /// Runs up to `slice` instructions.
@@ -111,7 +178,13 @@ impl<'a> Executor<'a> {
                 self.settle();
                 continue;
             }
+            if step.products != 0 {
+                self.touch_products(program.touched(step.products))?;
+            }
             step.inst.exec(self)?;
+            if let Some(wait) = self.retry.take() {
+                return Ok(Pause::Parked(wait));
+            }
             if step.shared {
                 let (ideal, extra) = self.banks.take();
                 let counts = &mut self.counts[pc as usize];
@@ -128,6 +201,12 @@ impl<'a> Executor<'a> {
             if let Some((id, threads)) = self.arrival.take() {
                 self.warp.at_barrier = Some(pc);
                 return Ok(Pause::Barrier { id, threads });
+            }
+            if let Some(wait) = self.parked.take() {
+                let failed = std::mem::take(&mut self.failed_tests);
+                if failed == active.count_ones() {
+                    return Ok(Pause::Parked(wait));
+                }
             }
         }
         Ok(if self.warp.live == 0 { Pause::Ended } else { Pause::Slice })

@@ -104,6 +104,27 @@ impl Bytes {
 pub(super) struct Allocation {
     pub start: u64,
     pub bytes: Bytes,
+    /// A bit per line: written by a launch that nothing has waited for.
+    fresh: Vec<u64>,
+}
+
+impl Allocation {
+    /// The device writes. The range lies within one line.
+    #[inline]
+    pub fn write(&mut self, at: usize, buf: &[u8]) {
+        self.bytes.write(at, buf);
+        if self.fresh.is_empty() {
+            self.fresh = vec![0; self.bytes.len().div_ceil(64 * LINE)];
+        }
+        let line = at / LINE;
+        self.fresh[line / 64] |= 1 << (line % 64);
+    }
+
+    /// Whether one of these bytes was written by a launch that nothing has waited for.
+    pub fn is_fresh(&self, at: usize, size: usize) -> bool {
+        let mut lines = at / LINE..(at + size).div_ceil(LINE);
+        !self.fresh.is_empty() && lines.any(|line| self.fresh[line / 64] >> (line % 64) & 1 != 0)
+    }
 }
 
 /// Why an address range is not one of device memory.
@@ -190,7 +211,11 @@ impl Memory {
         let start = self.next;
         self.next = (start + bytes + GAP).next_multiple_of(ALIGN);
         self.used += bytes;
-        self.allocations.push(Allocation { start, bytes: Bytes::new(bytes as usize) });
+        self.allocations.push(Allocation {
+            start,
+            bytes: Bytes::new(bytes as usize),
+            fresh: Vec::new(),
+        });
         Ok(start)
     }
 
@@ -218,7 +243,16 @@ impl Memory {
     pub fn upload(&mut self, addr: u64, bytes: &[u8]) -> Result<(), MemoryError> {
         let (allocation, at) = self.find(addr, bytes.len())?;
         allocation.bytes.write_range(at, bytes);
+        let lines = at / LINE..(at + bytes.len()).div_ceil(LINE);
+        if !allocation.fresh.is_empty() {
+            lines.for_each(|line| allocation.fresh[line / 64] &= !(1 << (line % 64)));
+        }
         Ok(())
+    }
+
+    /// All launches until now have been waited for: whatever they wrote is visible to later ones.
+    pub(super) fn settle(&mut self) {
+        self.allocations.iter_mut().for_each(|allocation| allocation.fresh = Vec::new());
     }
 
     /// Reads bytes, undefined ones as zeros.

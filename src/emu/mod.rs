@@ -6,7 +6,9 @@
 //! | a warp: registers, divergence | `warp.rs` |
 //! | one instruction: what the rows ask for, the gates of every access | `machine.rs`, `rows.rs`, `gates.rs` |
 //! | device and shared memory, definedness | `memory.rs` |
-//! | copies in flight | `async_ops.rs` |
+//! | copies of single threads in flight | `async_ops.rs` |
+//! | what else completes later, and the asynchronous proxy | `agents.rs`, `proxy.rs` |
+//! | barriers in shared memory, bulk copies, clusters, warpgroup products | `mbarrier.rs`, `bulk.rs`, `cluster.rs`, `wgmma.rs` |
 //! | happens-before, data races | `clock.rs`, `check.rs` |
 //! | bank conflicts | `banks.rs` |
 //! | faults and figures | `report.rs` |
@@ -37,19 +39,25 @@
 //! println!("{fault}");
 //! ```
 
+mod agents;
 mod async_ops;
 mod backend;
 mod banks;
+mod bulk;
 mod check;
 mod clock;
+mod cluster;
 mod gates;
 mod grid;
 mod machine;
+mod mbarrier;
 mod memory;
 mod program;
+mod proxy;
 mod report;
 mod rows;
 mod warp;
+mod wgmma;
 
 pub use backend::{EmuBackend, EmuError, EmuKernel, run};
 pub use grid::Options;

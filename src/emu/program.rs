@@ -2,8 +2,8 @@
 
 use crate::asm::Module;
 use crate::asm::builder::{Item, Node};
-use crate::asm::isa::{Effect, Inst};
-use crate::asm::reg::{AnyReg, Label, Param};
+use crate::asm::isa::{Effect, Inst, wgmma::Wgmma};
+use crate::asm::reg::{AnyReg, Label, Param, Role};
 use crate::asm::types::{Class, Scope};
 
 /// One instruction as the emulator runs it.
@@ -19,6 +19,8 @@ pub(super) struct Step {
     pub sync: bool,
     /// Touches shared memory.
     pub shared: bool,
+    /// Number of its list of registers that products use, 0 if it has none: see [`Program::touched`].
+    pub products: u32,
 }
 
 /// A program ready to run.
@@ -30,6 +32,15 @@ pub(super) struct Program {
     /// Threads of a CTA.
     pub threads: u32,
     pub smem_bytes: u32,
+    /// The shared-window address of a CTA's shared memory: no more aligned than the plan asks for, and not
+    /// 0, so that a forgotten base shows.
+    pub smem_base: u32,
+    /// CTAs of a cluster.
+    pub cluster: u32,
+    /// Registers with which a thread begins.
+    pub entry_regs: u32,
+    /// Whether it has warpgroup products.
+    pub has_products: bool,
     pub sections: Vec<String>,
     /// Registers of at most 32 bits.
     pub num_words: usize,
@@ -38,6 +49,8 @@ pub(super) struct Program {
     nodes: Vec<Node>,
     labels: Vec<u32>,
     bases: [usize; Class::ALL.len()],
+    /// Lists of `(slot, written)`.
+    touched: Vec<Box<[(u32, bool)]>>,
 }
 
 impl Program {
@@ -60,12 +73,18 @@ impl Program {
             params: entry.params.clone(),
             threads: entry.threads,
             smem_bytes: entry.smem.bytes(),
+            smem_base: (1024 / entry.smem.align() | 1) * entry.smem.align(),
+            cluster: entry.cluster.max(1),
+            // Allocated by the warp in units of 8 a thread.
+            entry_regs: module.entry_regs().next_multiple_of(8),
+            has_products: false,
             sections: entry.sections.clone(),
             num_words,
             num_longs: entry.num_regs[Class::B64 as usize] as usize,
             nodes: Vec::new(),
             labels: Vec::new(),
             bases,
+            touched: Vec::new(),
         };
         for item in &entry.items {
             match item {
@@ -80,7 +99,51 @@ impl Program {
                 Item::Section(_) => {}
             }
         }
+        program.find_product_registers();
         program
+    }
+
+    /// Notes, for every ordinary instruction, which of its registers products use.
+    fn find_product_registers(&mut self) {
+        let is_product = |inst: &Inst| matches!(inst, Inst::Wgmma(Wgmma::WgmmaM64K16F32F16(_)));
+        let mut used = vec![false; self.num_words];
+        for step in self.steps.iter().filter(|step| is_product(&step.inst)) {
+            step.inst.registers(&mut |reg, _| {
+                if matches!(reg.class, Class::F32 | Class::B32) {
+                    used[self.slot(reg)] = true;
+                }
+            });
+            self.has_products = true;
+        }
+        if !self.has_products {
+            return;
+        }
+        for n in 0..self.steps.len() {
+            let inst = self.steps[n].inst;
+            let mut list = Vec::new();
+            inst.registers(&mut |reg, role| {
+                if reg.class != Class::B64 && used[self.slot(reg)] {
+                    list.push((self.slot(reg) as u32, role != Role::Read));
+                }
+            });
+            if !list.is_empty() && !is_product(&inst) {
+                self.touched.push(list.into());
+                self.steps[n].products = self.touched.len() as u32;
+            }
+        }
+    }
+
+    /// The registers of list `number`, from 1, as `(slot, written)`.
+    pub fn touched(&self, number: u32) -> &[(u32, bool)] {
+        &self.touched[number as usize - 1]
+    }
+
+    /// The register of at most 32 bits that has a slot.
+    pub fn word_register(&self, slot: usize) -> AnyReg {
+        let mut classes = Class::ALL.into_iter().filter(|class| *class != Class::B64);
+        let class = classes.rfind(|class| self.bases[*class as usize] <= slot);
+        let class = class.expect("the first class begins at slot 0");
+        AnyReg { class, id: (slot - self.bases[class as usize]) as u32 }
     }
 
     fn push(&mut self, node: &Node) {
@@ -95,6 +158,7 @@ impl Program {
                 row.effect,
                 Effect::LoadShared | Effect::StoreShared | Effect::CopyAsync
             ),
+            products: 0,
         });
         self.nodes.push(*node);
     }

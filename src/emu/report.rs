@@ -36,6 +36,24 @@ pub enum FaultKind {
     Race,
     /// Bytes of an asynchronous copy are touched before a wait covers the copy.
     MissingWait,
+    /// The asynchronous proxy touches what a thread wrote and did not fence.
+    MissingProxyFence,
+    /// A barrier in shared memory used before it is ready, or against its counts.
+    MbarrierMisuse,
+    /// A register is used that a warpgroup product in flight holds.
+    RegisterInFlight,
+    /// A product uses registers that were used since the last `wgmma.fence`.
+    MissingFence,
+    /// The warps of a warpgroup execute different products.
+    WarpgroupMismatch,
+    /// Shared memory of a CTA that may not have begun.
+    PeerNotRunning,
+    /// A CTA ends while something may still be done to its shared memory.
+    EarlyExit,
+    /// A grid that began early touches what earlier ones may still write or read.
+    EarlyAccess,
+    /// Registers taken or given back against the rules of `setmaxnreg`.
+    RegisterPool,
     /// A `.aligned` instruction or CTA barrier that not all live lanes of the warp execute.
     DivergentAligned,
     /// No warp can go on: all wait.
@@ -73,6 +91,15 @@ impl FaultKind {
             FaultKind::Misaligned => "misaligned address",
             FaultKind::Race => "data race",
             FaultKind::MissingWait => "missing wait",
+            FaultKind::MissingProxyFence => "missing proxy fence",
+            FaultKind::MbarrierMisuse => "mbarrier misuse",
+            FaultKind::RegisterInFlight => "register in flight",
+            FaultKind::MissingFence => "missing register fence",
+            FaultKind::WarpgroupMismatch => "warpgroup mismatch",
+            FaultKind::PeerNotRunning => "peer not known to run",
+            FaultKind::EarlyExit => "early exit",
+            FaultKind::EarlyAccess => "access before the grid wait",
+            FaultKind::RegisterPool => "register pool",
             FaultKind::DivergentAligned => "divergent aligned instruction",
             FaultKind::BarrierDeadlock => "barrier deadlock",
             FaultKind::BarrierMisuse => "barrier misuse",

@@ -2,9 +2,12 @@
 
 use super::async_ops::Flight;
 use super::clock::{ATOMIC, COPY, WRITE};
-use super::machine::{Executor, SMEM_BASE, Stop};
+use super::machine::{Executor, Stop};
 use super::report::FaultKind;
-use crate::asm::isa::{Access, AsyncCopy, Machine};
+use crate::asm::isa::{
+    Access, AsyncCopy, BarrierOp, BulkOp, ClusterOp, GridOp, Machine, Product, ProductOp, ProxyFence,
+    SharedAt,
+};
 use crate::asm::reg::{AnyReg, Label, Param};
 use crate::asm::types::{Class, Order, Space, Special};
 
@@ -62,12 +65,12 @@ impl Machine for Executor<'_> {
             Special::NctaidX => self.launch.grid[0],
             Special::NctaidY => self.launch.grid[1],
             Special::Laneid => lane,
-            Special::ClusterCtarank => 0,
+            Special::ClusterCtarank => self.rank as u32,
         }
     }
 
     fn smem_base(&self) -> u32 {
-        SMEM_BASE
+        self.launch.program.smem_base
     }
 
     fn param(&mut self, param: Param) -> Result<u64, Stop> {
@@ -277,15 +280,91 @@ impl Machine for Executor<'_> {
         Ok(())
     }
 
-    fn unmodelled(&mut self) -> Result<(), Stop> {
-        Err(self.fault(
-            FaultKind::Unsupported,
-            self.active.trailing_zeros(),
-            "executed",
-            "the emulator does not know this instruction".to_owned(),
-            "run it on a card",
-        ))
+    fn mbarrier(&mut self, lane: u32, at: SharedAt, op: BarrierOp) -> Result<bool, Stop> {
+        self.mbarrier_op(lane, at, op)
     }
+
+    fn proxy_fence(&mut self, lane: u32, fence: ProxyFence) -> Result<(), Stop> {
+        self.fence_proxy(lane, fence);
+        Ok(())
+    }
+
+    fn bulk(&mut self, lane: u32, op: BulkOp) -> Result<(), Stop> {
+        self.bulk_op(lane, op)
+    }
+
+    fn param_addr(&mut self, _lane: u32, param: Param) -> Result<u64, Stop> {
+        Ok(Self::param_address(param.index))
+    }
+
+    fn peer_addr(&mut self, lane: u32, addr: u32, rank: u32) -> Result<u32, Stop> {
+        self.mapped(lane, addr, rank)
+    }
+
+    fn store_async(
+        &mut self,
+        lane: u32,
+        at: SharedAt,
+        value: [u8; 16],
+        bar: SharedAt,
+    ) -> Result<(), Stop> {
+        self.async_store(lane, at, value, bar)
+    }
+
+    fn cluster(&mut self, op: ClusterOp) -> Result<(), Stop> {
+        self.cluster_op(op)
+    }
+
+    fn grid(&mut self, lane: u32, op: GridOp) -> Result<(), Stop> {
+        self.grid_op(lane, op);
+        Ok(())
+    }
+
+    fn elected(&self) -> u32 {
+        self.launch.elected
+    }
+
+    fn set_registers(&mut self, n: u32, more: bool) -> Result<(), Stop> {
+        self.change_registers(n, more)
+    }
+
+    fn product(&mut self, product: &Product, b: &mut [[u16; 16]]) -> Result<(), Stop> {
+        self.begin_product(product, b)
+    }
+
+    fn order_products(&mut self, op: ProductOp) -> Result<(), Stop> {
+        self.products_op(op)
+    }
+
+    fn reduce_f32(&mut self, lane: u32, access: Access, values: [f32; 4]) -> Result<(), Stop> {
+        let stamp = self.stamp(lane, WRITE | ATOMIC);
+        self.touch_global(lane, access.addr, 16, stamp)?;
+        let mut bytes = [0; 16];
+        self.read_global(lane, access.addr, &mut bytes)?;
+        for (old, value) in bytes.chunks_exact_mut(4).zip(values) {
+            let sum = flushed(f32::from_le_bytes([old[0], old[1], old[2], old[3]])) + flushed(value);
+            old.copy_from_slice(&canonical(flushed(sum)).to_le_bytes());
+        }
+        self.write_global(lane, access.addr, &bytes)?;
+        let thread = self.thread(lane);
+        let mut words = self.launch.words.borrow_mut();
+        for addr in (access.addr..access.addr + 16).step_by(4) {
+            let old = words.get(addr);
+            let word = self.cta.threads.atomic_write(thread, old, false);
+            words.set(addr, word);
+        }
+        Ok(())
+    }
+}
+
+/// A subnormal counts as a zero of its sign.
+fn flushed(value: f32) -> f32 {
+    if value.is_subnormal() { 0.0f32.copysign(value) } else { value }
+}
+
+/// Every NaN is the one that PTX defines.
+fn canonical(value: f32) -> f32 {
+    if value.is_nan() { f32::from_bits(0x7fff_ffff) } else { value }
 }
 
 impl Executor<'_> {

@@ -5,7 +5,9 @@
 //! would do therefore spins for ever, and is reported as such; the kernels that we emit wait for other warps
 //! only. While all lanes are at one place only that place is kept.
 
+use super::machine::Wait;
 use super::program::Program;
+use super::wgmma::Products;
 
 /// Registers and control state of 32 lanes.
 #[derive(Debug)]
@@ -30,6 +32,14 @@ pub(super) struct Warp {
     pcs: [u32; 32],
     /// The CTA barrier at which the warp waits.
     pub at_barrier: Option<u32>,
+    /// What must happen before the warp is asked again.
+    pub parked: Option<Wait>,
+    /// How often the cluster's barrier had completed when the warp arrived there; none after the wait.
+    pub cluster_arrival: Option<u32>,
+    /// Registers of a thread.
+    pub regs: u32,
+    /// Its products, if the program has any.
+    pub products: Option<Box<Products>>,
 }
 
 impl Warp {
@@ -47,6 +57,10 @@ impl Warp {
             pc: 0,
             pcs: [0; 32],
             at_barrier: None,
+            parked: None,
+            cluster_arrival: None,
+            regs: program.entry_regs,
+            products: None,
         }
     }
 

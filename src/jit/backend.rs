@@ -13,8 +13,13 @@ use std::sync::{Arc, Mutex};
 use super::{LoadedFunction, Loader, loader};
 use crate::asm::reg::Param;
 use crate::asm::{Diagnostics, Module, PrintOptions};
-use crate::backend::{Arg, ArgumentsError, Backend, DevicePtr, Error, Kernel, Stream};
-use crate::driver::{self, Args, Context, DeviceBuffer, JitOptions, LaunchShape, StreamRef};
+use crate::backend::{
+    Arg, ArgumentsError, Backend, DevicePtr, Error, Kernel, Launch, Stream, Swizzle, TensorMap,
+    TensorMapError,
+};
+use crate::driver::{
+    self, Args, Context, DeviceBuffer, JitOptions, LaunchAttrs, LaunchShape, StreamRef,
+};
 use crate::target::DeviceSpec;
 
 impl From<driver::DevicePtr> for DevicePtr {
@@ -39,6 +44,9 @@ pub enum GpuError {
     /// The arguments are not those of the entry.
     #[error(transparent)]
     Arguments(#[from] ArgumentsError),
+    /// A tensor map that the hardware cannot have.
+    #[error(transparent)]
+    TensorMap(#[from] TensorMapError),
     /// The kernel was loaded by another backend.
     #[error("kernel {0} was not loaded by a GPU; load its module here")]
     ForeignKernel(String),
@@ -54,12 +62,19 @@ pub struct GpuKernel {
     params: Vec<Param>,
     threads: u32,
     smem_bytes: u32,
+    /// It waits by itself for the kernel before it.
+    waits_for_previous: bool,
 }
 
 impl GpuKernel {
     /// The driver's function and how it was come by.
     pub fn loaded(&self) -> &LoadedFunction {
         &self.loaded
+    }
+
+    /// Whether it waits by itself for the kernel before it, so that it may start early.
+    pub fn waits_for_previous(&self) -> bool {
+        self.waits_for_previous
     }
 }
 
@@ -87,6 +102,8 @@ pub struct GpuBackend {
     device: DeviceSpec,
     loader: Loader,
     line_info: bool,
+    /// Device and driver know early launch.
+    overlaps: bool,
     allocations: Mutex<HashMap<u64, DeviceBuffer<u8>>>,
 }
 
@@ -113,7 +130,10 @@ impl GpuBackend {
             l2_bytes: info.l2_bytes,
             smem_per_cta_bytes: info.smem_per_cta_bytes,
         };
-        Self { context, device, loader, line_info: false, allocations: Mutex::default() }
+        let overlaps =
+            device.arch.sm >= 90 && !context.driver().missing().contains(&"cuLaunchKernelEx");
+        let allocations = Mutex::default();
+        Self { context, device, loader, line_info: false, overlaps, allocations }
     }
 
     /// Compiles modules with the Rust lines that emitted them, for a profiler's source page.
@@ -129,6 +149,20 @@ impl GpuBackend {
     /// The loader of compiled modules.
     pub fn loader(&self) -> &Loader {
         &self.loader
+    }
+
+    /// Has the driver encode a tensor map, if it keeps the rules.
+    fn encode(&self, map: &TensorMap) -> Result<driver::TensorMap, Error> {
+        let what = "encoding a tensor map";
+        map.check().map_err(|source| Error::new(what, GpuError::from(source)))?;
+        let matrix = driver::TiledMatrix {
+            base: driver::DevicePtr::promised(map.base.addr()),
+            elements: map.elements,
+            row_bytes: map.row_bytes,
+            tile: map.tile,
+            swizzle_128b: map.swizzle == Swizzle::B128,
+        };
+        driver::TensorMap::encode(&self.context, &matrix).map_err(|source| Error::new(what, source))
     }
 
     /// Verifies a module, has `get` load its text, sets its limits.
@@ -151,8 +185,13 @@ impl GpuBackend {
             .function
             .allow_dynamic_smem(smem_bytes)
             .map_err(|source| Error::new(format!("giving {name} its shared memory"), source))?;
-        let (params, threads) = (module.entry.params.clone(), module.entry.threads);
-        Ok(Arc::new(GpuKernel { loaded, params, threads, smem_bytes }))
+        Ok(Arc::new(GpuKernel {
+            loaded,
+            params: module.entry.params.clone(),
+            threads: module.entry.threads,
+            smem_bytes,
+            waits_for_previous: ptx.contains("griddepcontrol.wait"),
+        }))
     }
 }
 
@@ -203,37 +242,36 @@ impl Backend for GpuBackend {
         })
     }
 
-    fn launch(
-        &self,
-        kernel: &dyn Kernel,
-        grid: [u32; 2],
-        args: &[Arg],
-        stream: Stream,
-    ) -> Result<(), Error> {
+    fn launch(&self, kernel: &dyn Kernel, launch: &Launch<'_>) -> Result<(), Error> {
         let Some(kernel) = kernel.as_any().downcast_ref::<GpuKernel>() else {
             let foreign = GpuError::ForeignKernel(kernel.name().to_owned());
             return Err(Error::new("launching", foreign));
         };
-        ArgumentsError::check(kernel.name(), &kernel.params, args).map_err(|source| {
+        ArgumentsError::check(kernel.name(), &kernel.params, launch.args).map_err(|source| {
             Error::new(format!("launching {}", kernel.name()), GpuError::from(source))
         })?;
         let mut packed = Args::new();
-        for arg in args {
-            match *arg {
-                Arg::U32(value) => packed.push(value),
-                Arg::U64(value) => packed.push(value),
+        for arg in launch.args {
+            match arg {
+                Arg::U32(value) => packed.push(*value),
+                Arg::U64(value) => packed.push(*value),
+                Arg::TensorMap(map) => packed.push(self.encode(map)?),
             }
         }
         let shape = LaunchShape {
-            grid: [grid[0], grid[1], 1],
+            grid: [launch.grid[0], launch.grid[1], 1],
             threads: [kernel.threads, 1, 1],
             dynamic_smem_bytes: kernel.smem_bytes,
         };
-        let stream = StreamRef::promised(stream.0);
+        // A kernel that does not wait would read what its predecessor has not written yet.
+        let overlap_previous =
+            launch.overlap_previous && self.overlaps && kernel.waits_for_previous;
+        let attrs = LaunchAttrs { overlap_previous, ..LaunchAttrs::default() };
+        let stream = StreamRef::promised(launch.stream.0);
         kernel
             .loaded
             .function
-            .launch(stream, &shape, &packed)
+            .launch_with(stream, &shape, &attrs, &packed)
             .map_err(|source| Error::new(format!("launching {}", kernel.name()), source))
     }
 

@@ -16,7 +16,7 @@ use makaira::asm::isa::mem::{LdRelaxedGpuGlobalU32, Mem, RedRelaxedGpuGlobalAddU
 use makaira::asm::isa::sync::Sync;
 use makaira::asm::isa::{Effect, Inst};
 use makaira::asm::reg::{Imm, In};
-use makaira::backend::{Arg, Backend, DevicePtr, Error, Kernel, Stream};
+use makaira::backend::{Backend, DevicePtr, Error, Kernel, Launch, Stream};
 use makaira::emu::{Category, EmuBackend, EmuError, Fault, LaunchReport, Options};
 use makaira::gemm::{Gemm, Matrix};
 use makaira::kernel::{Config, Problem, select};
@@ -171,14 +171,8 @@ impl Backend for Mutating {
     fn load(&self, module: &Module) -> Result<Arc<dyn Kernel>, Error> {
         self.inner.load(&self.mutate(module))
     }
-    fn launch(
-        &self,
-        kernel: &dyn Kernel,
-        grid: [u32; 2],
-        args: &[Arg],
-        stream: Stream,
-    ) -> Result<(), Error> {
-        self.inner.launch(kernel, grid, args, stream)
+    fn launch(&self, kernel: &dyn Kernel, launch: &Launch<'_>) -> Result<(), Error> {
+        self.inner.launch(kernel, launch)
     }
     fn synchronize(&self, stream: Stream) -> Result<(), Error> {
         self.inner.synchronize(stream)

@@ -1,7 +1,7 @@
 //! Whole small programs: what they compute.
 
 use makaira::asm::types::{B32, Cmp};
-use makaira::backend::{Arg, Backend, Stream};
+use makaira::backend::{Arg, Backend, Launch, Stream};
 use makaira::emu::EmuBackend;
 use makaira::target::SmArch;
 use proptest::prelude::*;
@@ -141,21 +141,23 @@ fn the_backend_loads_and_launches() {
     backend.upload(ptr, bytemuck::cast_slice(&input)).expect("the range is allocated");
     let kernel = backend.load(&double).expect("an sm_80 module runs on sm_80");
     let args = [ptr.into(), Arg::U32(3)];
-    backend.launch(&*kernel, [1, 1], &args, Stream::default()).expect("the program has no fault");
+    backend
+        .launch(&*kernel, &Launch::new([1, 1], &args, Stream::default()))
+        .expect("the program has no fault");
     let mut output = vec![0u32; 32];
     backend.download(ptr, bytemuck::cast_slice_mut(&mut output)).expect("the range is allocated");
     assert_eq!(output, input.iter().map(|value| 3 * value).collect::<Vec<_>>());
     let report = backend.last_report().expect("a launch has finished");
     assert_eq!(report.total.lane_instructions, 32 * report.total.warp_instructions);
 
-    let wrong = backend.launch(&*kernel, [1, 1], &[ptr.into()], Stream::default());
+    let wrong = backend.launch(&*kernel, &Launch::new([1, 1], &[ptr.into()], Stream::default()));
     let wrong = wrong.expect_err("an argument is missing");
     let cause = std::error::Error::source(&wrong).expect("the backend's own error").to_string();
     assert_eq!(
         cause,
         "test takes (buffer: u64, factor: u32), given (u64); pass its parameters in order"
     );
-    let empty = backend.launch(&*kernel, [0, 1], &args, Stream::default());
+    let empty = backend.launch(&*kernel, &Launch::new([0, 1], &args, Stream::default()));
     assert!(empty.is_err(), "an empty grid is refused");
 
     let large = module(32, 164 << 10, |_, _| {});

@@ -1,5 +1,7 @@
 //! Modules, functions and launches.
 
+use std::io::Write;
+
 use super::*;
 
 #[unsafe(no_mangle)]
@@ -74,28 +76,42 @@ pub extern "C" fn cuFuncSetAttribute(_f: Handle, attribute: i32, value: i32) -> 
 }
 
 pub fn execute(launch: &Launch) -> i32 {
-    let bytes = launch.n as usize * 4;
-    if bytes == 0 {
-        return 0;
+    if let Some(log) = option_env!("STUB_LAUNCH_LOG") {
+        let file = std::fs::File::options().create(true).append(true).open(log);
+        file.and_then(|mut file| writeln!(file, "{}", launch.line)).expect("the log is writable");
     }
-    if !owns(launch.dst, bytes) || !owns(launch.src, bytes) {
-        return 700;
-    }
-    for idx in 0..launch.n as usize {
-        unsafe {
-            let value = (launch.src as *const u32).add(idx).read();
-            (launch.dst as *mut u32).add(idx).write(value.wrapping_add(1));
+    match launch.work {
+        Work::AddOne { n: 0, .. } | Work::Nothing => {}
+        Work::AddOne { dst, src, n } => {
+            let bytes = n as usize * 4;
+            if !owns(dst, bytes) || !owns(src, bytes) {
+                return 700;
+            }
+            for idx in 0..n as usize {
+                unsafe {
+                    let value = (src as *const u32).add(idx).read();
+                    (dst as *mut u32).add(idx).write(value.wrapping_add(1));
+                }
+            }
+        }
+        Work::EchoMap { dst, map } => {
+            if !owns(dst, 128) {
+                return 700;
+            }
+            unsafe { (dst as *mut [u64; 16]).write(map) };
         }
     }
     0
 }
 
+/// `how` is what the log says of the launch beside kernel and grid.
 pub unsafe fn launch(
     function: Handle,
     grid_x: u32,
     smem: u32,
     stream: Handle,
     extra: *const *mut c_void,
+    how: &str,
 ) -> i32 {
     let Some((name, params)) = state().functions.get(&function).cloned() else {
         return INVALID_HANDLE;
@@ -114,10 +130,13 @@ pub unsafe fn launch(
         return INVALID_VALUE;
     }
     let words = keys[1].cast::<u64>();
-    let launch = match &*name {
-        "add_one" => Launch { dst: *words, src: *words.add(1), n: *words.add(2) as u32 },
-        _ => Launch { dst: 0, src: 0, n: 0 },
+    let work = match &*name {
+        "add_one" => Work::AddOne { dst: *words, src: *words.add(1), n: *words.add(2) as u32 },
+        // The map is at the next multiple of 64.
+        "echo_map" => Work::EchoMap { dst: *words, map: words.add(8).cast::<[u64; 16]>().read() },
+        _ => Work::Nothing,
     };
+    let launch = Launch { work, line: format!("{name} x{grid_x} {how}") };
     if let Some(recorded) = state().capturing.get_mut(&stream) {
         recorded.push(launch);
         return 0;
@@ -143,7 +162,7 @@ pub unsafe extern "C" fn cuLaunchKernel(
     if !params.is_null() {
         return INVALID_VALUE;
     }
-    launch(function, grid_x, smem, stream, extra)
+    launch(function, grid_x, smem, stream, extra, "plain")
 }
 
 #[unsafe(no_mangle)]

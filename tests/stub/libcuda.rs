@@ -1,7 +1,8 @@
 //! A stand-in for libcuda, compiled by the tests with rustc alone; no part of the crate.
 //!
-//! Two devices; device memory is host memory that belongs to a context; the kernel `add_one(dst, src, n)`
-//! runs when it is launched, any other one does nothing. Like the real driver it refuses calls without a
+//! Two devices; device memory is host memory that belongs to a context; the kernels `add_one(dst, src, n)`
+//! and `echo_map(dst, map)`, which writes the map's 128 bytes to `dst`, run when they are launched, any
+//! other one does nothing. Like the real driver it refuses calls without a
 //! current context and handles of another one. With `--cfg full` it also has capture, graphs and
 //! the newer launch call; without, it exports what CUDA 11.0 has and we require, no more. `--cfg
 //! no_link` takes the linker away.
@@ -10,7 +11,8 @@
 //! `cuCtxSynchronize` fails with 4243 after one about a parameter that a kernel does not have, and after
 //! the same question asked more than a few times.
 //!
-//! STUB_DRIVER_VERSION (13000), STUB_PTX_CEILING (90) and STUB_CAPABILITY (90) are read when it is compiled.
+//! STUB_DRIVER_VERSION (13000), STUB_PTX_CEILING (90), STUB_CAPABILITY (90) and STUB_LAUNCH_LOG (a file that
+//! each launch adds a line to) are read when it is compiled.
 #![allow(non_snake_case, unsafe_op_in_unsafe_fn, clippy::missing_safety_doc)]
 
 use std::cell::RefCell;
@@ -30,6 +32,7 @@ const UNSUPPORTED_PTX_VERSION: i32 = 222;
 const INVALID_HANDLE: i32 = 400;
 const NOT_FOUND: i32 = 500;
 const NOT_PERMITTED: i32 = 800;
+const INVALID_CLUSTER_SIZE: i32 = 912;
 /// A code that no header knows.
 const UNHEARD_OF: i32 = 4242;
 const MISUSED: i32 = 4243;
@@ -53,12 +56,20 @@ struct State {
     next: Handle,
 }
 
-/// A launch of `add_one`; one of another kernel has no elements.
+/// A launch, as a graph keeps it.
 #[derive(Clone)]
 struct Launch {
-    dst: Address,
-    src: Address,
-    n: u32,
+    work: Work,
+    /// Its line in the log.
+    line: String,
+}
+
+/// What a kernel does.
+#[derive(Clone)]
+enum Work {
+    AddOne { dst: Address, src: Address, n: u32 },
+    EchoMap { dst: Address, map: [u64; 16] },
+    Nothing,
 }
 
 static STATE: Mutex<State> = Mutex::new(State {
@@ -206,7 +217,8 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(out: *mut i32, attribute: i32, _de
         76 => capability() % 10,
         81 => 233472,
         97 => OPT_IN_SMEM,
-        // Clocks, bus width and clusters: a driver that does not know them.
+        120 if cfg!(full) => (capability() >= 90) as i32,
+        // Clocks, bus width and, in an old driver, clusters: it does not know them.
         _ => return INVALID_VALUE,
     };
     0
@@ -357,9 +369,13 @@ fn entry_of(ptx: &str) -> Option<(String, Vec<(usize, usize)>)> {
     let (name, rest) = ptx.split_once(".entry ")?.1.split_once('(')?;
     let mut params: Vec<(usize, usize)> = Vec::new();
     for param in rest.split_once(')')?.0.split(".param").skip(1) {
-        let bytes: usize = if param.contains("64") { 8 } else { 4 };
+        let (bytes, align) = match param {
+            map if map.contains(".b8") && map.contains("[128]") => (128, 64),
+            wide if wide.contains("64") => (8, 8),
+            _ => (4, 4),
+        };
         let end = params.last().map_or(0, |(offset, bytes)| offset + bytes);
-        params.push((end.next_multiple_of(bytes), bytes));
+        params.push((end.next_multiple_of(align), bytes));
     }
     Some((name.to_owned(), params))
 }

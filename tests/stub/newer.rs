@@ -83,7 +83,24 @@ pub struct Config {
     num: u32,
 }
 
-/// Takes a cluster of two along x and early launch, in this order, and nothing else.
+/// The attributes of a launch: CTAs of a cluster, early start. `None` if there is one of another kind, one
+/// twice, or a value that none has.
+unsafe fn attributes(config: &Config) -> Option<(u32, bool)> {
+    let (mut cluster, mut early) = (None, None);
+    for attribute in std::slice::from_raw_parts(config.attributes, config.num as usize) {
+        let words: [u32; 16] = std::mem::transmute(attribute.value);
+        let twice = match (attribute.id, &words) {
+            (4, [x, 1, 1, ..]) if (1..=8).contains(x) => cluster.replace(*x).is_some(),
+            (6, [1, ..]) => early.replace(true).is_some(),
+            _ => return None,
+        };
+        if twice {
+            return None;
+        }
+    }
+    Some((cluster.unwrap_or(1), early.unwrap_or(false)))
+}
+
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuLaunchKernelEx(
     config: *const Config,
@@ -92,19 +109,61 @@ pub unsafe extern "C" fn cuLaunchKernelEx(
     extra: *const *mut c_void,
 ) -> i32 {
     let config = &*config;
-    let attributes = std::slice::from_raw_parts(config.attributes, config.num as usize);
-    let [cluster, early] = attributes else { return INVALID_VALUE };
-    let words = |attribute: &Attribute| attribute.value[..12].to_vec();
-    let sound = cluster.id == 4
-        && words(cluster) == [2, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0]
-        && early.id == 6
-        && words(early)[..4] == [1, 0, 0, 0]
-        && [config.threads_x, config.threads_y, config.threads_z] == [64, 1, 1]
-        && [config.grid_y, config.grid_z] == [1, 1];
-    if !sound {
+    let Some((cluster, early)) = attributes(config) else { return INVALID_VALUE };
+    let sizes = [config.threads_y, config.threads_z, config.grid_z];
+    if config.threads_x == 0 || config.grid_y == 0 || sizes != [1, 1, 1] {
         return INVALID_VALUE;
     }
-    launch(function, config.grid_x, config.smem, config.stream, extra)
+    if config.grid_x % cluster != 0 {
+        return INVALID_CLUSTER_SIZE;
+    }
+    let early = if early { "early" } else { "in order" };
+    let how = format!("cluster {cluster}, {early}");
+    launch(function, config.grid_x, config.smem, config.stream, extra, &how)
+}
+
+/// As many as shared memory lets, on 132 SMs in groups of at most 16.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuOccupancyMaxActiveClusters(
+    out: *mut i32,
+    _function: Handle,
+    config: *const Config,
+) -> i32 {
+    let config = &*config;
+    let Some((cluster, _)) = attributes(config) else { return INVALID_VALUE };
+    let smem = config.smem as i32 + STATIC_SMEM + 1024;
+    let per_sm = (233472 / smem).min(2048 / config.threads_x as i32);
+    *out = (132 / 16) * (16 * per_sm / cluster as i32) + (132 % 16) * per_sm / cluster as i32;
+    0
+}
+
+/// Writes its arguments, so that tests can read them.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuTensorMapEncodeTiled(
+    out: *mut [u64; 16],
+    data_type: i32,
+    rank: u32,
+    address: Address,
+    sizes: *const u64,
+    strides: *const u64,
+    tile: *const u32,
+    steps: *const u32,
+    interleave: i32,
+    swizzle: i32,
+    l2_promotion: i32,
+    outside: i32,
+) -> i32 {
+    need_context!();
+    if rank != 2 || out as usize % 64 != 0 || address % 16 != 0 || *strides % 16 != 0 {
+        return INVALID_VALUE;
+    }
+    let options = [data_type, interleave, swizzle, l2_promotion, outside].map(|value| value as u64);
+    let mut map = [0; 16];
+    map[..4].copy_from_slice(&[address, *sizes, *sizes.add(1), *strides]);
+    map[4..8].copy_from_slice(&[*tile, *tile.add(1), *steps, *steps.add(1)].map(u64::from));
+    map[8..13].copy_from_slice(&options);
+    out.write(map);
+    0
 }
 
 #[unsafe(no_mangle)]

@@ -113,7 +113,7 @@ isa! {
         "red.release.gpu.global.add.u32 {a}, {b};", ptx(7, 0, 70), Lane, Sync(4), |m, l, i| { let v = m.get(l, i.b)?; atomic(m, l, i.a, Order::ReleaseGpu, &mut |old| old.wrapping_add(v))?; }
     /// Adds to four floats, each atomically, without ordering other accesses.
     red_relaxed_gpu_global_add_v4_f32 = RedRelaxedGpuGlobalAddV4F32 { a: GlobalAddr, b: Vector<Use<F32>, 4> }
-        "red.relaxed.gpu.global.add.v4.f32 {a}, {b};", ptx(8, 1, 90), Lane, StoreGlobal(16), |m, _l, _i| { m.unmodelled()?; }
+        "red.relaxed.gpu.global.add.v4.f32 {a}, {b};", ptx(8, 1, 90), Lane, StoreGlobal(16), |m, l, i| { let access = global(m, l, i.a, Order::RelaxedGpu)?; let v = floats(m, l, i.b)?; m.reduce_f32(l, access, v.map(f32::from_bits))?; }
     /// Adds to a word atomically and returns the old value; both publishes and acquires.
     atom_acq_rel_gpu_global_add_u32 = AtomAcqRelGpuGlobalAddU32 { d: Out<B32>, a: GlobalAddr, b: In<B32> }
         "atom.acq_rel.gpu.global.add.u32 {d}, {a}, {b};", ptx(7, 0, 70), Lane, Sync(4), |m, l, i| { let v = m.get(l, i.b)?; let old = atomic(m, l, i.a, Order::AcqRelGpu, &mut |old| old.wrapping_add(v))?; m.set(l, i.d, old); }

@@ -12,8 +12,8 @@
 use std::fmt;
 
 use super::builder::Asm;
-use super::reg::{AnyReg, In, InOut, Label, Out, Param, Place, Region, Role, Use};
-use super::types::{Order, RegClass, Scope, Space, Special};
+use super::reg::{AnyReg, Label, Param, Place, Role};
+use super::types::Scope;
 use crate::target::{PtxIsa, SmArch};
 
 pub mod alu;
@@ -22,6 +22,7 @@ pub mod bulk;
 pub mod cluster;
 pub mod control;
 pub mod half;
+mod machine;
 pub mod mbarrier;
 pub mod mem;
 pub mod sync;
@@ -29,6 +30,11 @@ pub mod tensor;
 #[cfg(test)]
 mod tests;
 pub mod wgmma;
+
+pub use machine::{
+    Access, AsyncCopy, BarrierOp, BulkLoad, BulkOp, BulkSource, ClusterOp, Destination, GridOp, Machine, Product,
+    ProductOp, ProxyFence, SharedAt, Source, TileStore,
+};
 
 /// Which targets have an instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,160 +99,6 @@ pub enum Effect {
     /// names none ends the thread.
     Control,
 }
-
-/// One memory access of one lane.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Access {
-    /// The state space.
-    pub space: Space,
-    /// The address: of device memory, or an offset into the shared window.
-    pub addr: u64,
-    /// The shared region that the emitter promised to stay in.
-    pub region: Option<Region>,
-    /// How it takes part in the memory model.
-    pub order: Order,
-}
-
-/// A copy from global to shared memory that completes asynchronously.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct AsyncCopy {
-    /// Shared address of the first byte written.
-    pub dst: u32,
-    /// The shared region that the emitter promised to stay in.
-    pub region: Option<Region>,
-    /// Global address of the first byte read.
-    pub src: u64,
-    /// Bytes written.
-    pub bytes: u32,
-    /// Bytes read; the rest of the destination is filled with zeros.
-    pub src_bytes: u32,
-}
-
-/// What runs instructions. The emulator implements it; a checker or tracer may wrap it.
-///
-/// Lane numbers are 0 to 31. `Err(Stop)` ends the launch; the machine's own type says why.
-pub trait Machine {
-    /// Why the machine stopped.
-    type Stop;
-
-    /// The lanes that execute the current instruction, bit per lane.
-    fn active(&self) -> u32;
-    /// The bits of a register, zero-extended. Reading a register that was never written is an error.
-    fn read(&mut self, lane: u32, reg: AnyReg) -> Result<u64, Self::Stop>;
-    /// Sets the bits of a register.
-    fn write(&mut self, lane: u32, reg: AnyReg, bits: u64);
-    /// A special register.
-    fn special(&mut self, lane: u32, special: Special) -> u32;
-    /// The shared-window address of byte 0 of the CTA's shared memory.
-    fn smem_base(&self) -> u32;
-    /// The value of an entry parameter, zero-extended.
-    fn param(&mut self, param: Param) -> Result<u64, Self::Stop>;
-    /// Loads `buf.len()` bytes (1 to 16, naturally aligned).
-    fn load(&mut self, lane: u32, access: Access, buf: &mut [u8]) -> Result<(), Self::Stop>;
-    /// Stores `buf.len()` bytes (1 to 16, naturally aligned).
-    fn store(&mut self, lane: u32, access: Access, buf: &[u8]) -> Result<(), Self::Stop>;
-    /// Replaces the 32-bit word at a place by `f` of it, atomically; the old value.
-    fn atomic(
-        &mut self,
-        lane: u32,
-        access: Access,
-        f: &mut dyn FnMut(u32) -> u32,
-    ) -> Result<u32, Self::Stop>;
-    /// Starts an asynchronous copy in the lane's open group.
-    fn copy_async(&mut self, lane: u32, copy: AsyncCopy) -> Result<(), Self::Stop>;
-    /// Closes the lane's open group of asynchronous copies.
-    fn commit_async(&mut self, lane: u32) -> Result<(), Self::Stop>;
-    /// Completes the lane's groups except the newest `pending`.
-    fn wait_async(&mut self, lane: u32, pending: u32) -> Result<(), Self::Stop>;
-    /// A fence of the given order at GPU scope.
-    fn fence(&mut self, lane: u32, order: Order) -> Result<(), Self::Stop>;
-    /// The warp arrives at CTA barrier `id` and waits until `threads` threads (all if `None`) have.
-    /// An instruction whose lanes name several barriers arrives at each, which the machine may refuse.
-    fn barrier(&mut self, id: u32, threads: Option<u32>) -> Result<(), Self::Stop>;
-    /// The lane waits for the lanes of `members`; their memory accesses before the meeting are ordered
-    /// before those after.
-    fn warp_barrier(&mut self, lane: u32, members: u32) -> Result<(), Self::Stop>;
-    /// The lane continues at a label.
-    fn jump(&mut self, lane: u32, label: Label) -> Result<(), Self::Stop>;
-    /// The lane ends.
-    fn exit(&mut self, lane: u32) -> Result<(), Self::Stop>;
-    /// An instruction whose meaning the machine does not know yet.
-    fn unmodelled(&mut self) -> Result<(), Self::Stop>;
-
-    /// The value of a source operand.
-    #[inline]
-    fn get<S: Source>(&mut self, lane: u32, source: S) -> Result<S::Value, Self::Stop>
-    where
-        Self: Sized,
-    {
-        source.value(self, lane)
-    }
-    /// Sets a destination operand.
-    #[inline]
-    fn set<D: Destination>(&mut self, lane: u32, destination: D, value: D::Value)
-    where
-        Self: Sized,
-    {
-        self.write(lane, destination.reg(), D::to_bits(value));
-    }
-}
-
-/// An operand that has a value.
-pub trait Source {
-    /// The value's type.
-    type Value;
-    /// The value in `lane`.
-    fn value<M: Machine>(self, machine: &mut M, lane: u32) -> Result<Self::Value, M::Stop>;
-}
-
-/// An operand that takes a value.
-pub trait Destination {
-    /// The value's type.
-    type Value;
-    /// The register written.
-    fn reg(&self) -> AnyReg;
-    /// The bits to write.
-    fn to_bits(value: Self::Value) -> u64;
-}
-
-macro_rules! sources {
-    ($($Name:ident),*) => {$(
-        impl<C: RegClass> Source for $Name<C> {
-            type Value = C::Value;
-            #[inline]
-            fn value<M: Machine>(self, machine: &mut M, lane: u32) -> Result<C::Value, M::Stop> {
-                machine.read(lane, self.0.any()).map(C::from_bits)
-            }
-        }
-    )*};
-}
-sources!(Use, InOut);
-
-impl<C: RegClass> Source for In<C> {
-    type Value = C::Value;
-    #[inline]
-    fn value<M: Machine>(self, machine: &mut M, lane: u32) -> Result<C::Value, M::Stop> {
-        match self {
-            In::Reg(reg) => machine.read(lane, reg.any()).map(C::from_bits),
-            In::Imm(bits) => Ok(C::from_bits(bits)),
-        }
-    }
-}
-
-macro_rules! destinations {
-    ($($Name:ident),*) => {$(
-        impl<C: RegClass> Destination for $Name<C> {
-            type Value = C::Value;
-            fn reg(&self) -> AnyReg {
-                self.0.any()
-            }
-            fn to_bits(value: C::Value) -> u64 {
-                C::to_bits(value)
-            }
-        }
-    )*};
-}
-destinations!(Out, InOut);
 
 /// The set lanes of a mask, ascending.
 pub fn lanes(mask: u32) -> impl Iterator<Item = u32> {

@@ -23,7 +23,7 @@ isa! {
         "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {d}, {a};", ptx(7, 0, 75), Warp, LoadShared(16), |m, i| { ldmatrix(m, &i.d.0, i.a)?; }
     /// Stores four transposed 8x8 matrices of 16-bit elements; lane `8*j + r` gives the address of row `r` of matrix `j`.
     stmatrix_sync_aligned_m8n8_x4_trans_shared_b16 = StmatrixX4Trans { a: SharedAddr, b: Vector<Use<B32>, 4> }
-        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {a}, {b};", ptx(7, 8, 90), Warp, StoreShared(16), |m, _i| { m.unmodelled()?; }
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {a}, {b};", ptx(7, 8, 90), Warp, StoreShared(16), |m, i| { stmatrix_trans(m, i)?; }
     /// Multiplies fp16 fragments and accumulates in single precision: `d[16][8] = a[16][16] * b[16][8] + c`.
     mma_m16n8k16_f32_f16 = MmaM16n8k16F32F16 { d: Vector<Out<F32>, 4>, a: Vector<Use<B32>, 4>, b: Vector<Use<B32>, 2>, c: Vector<Use<F32>, 4> }
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {d}, {a}, {b}, {c};", ptx(7, 0, 80), Warp, Pure, |m, i| { mma_f16(m, i)?; }
@@ -48,6 +48,31 @@ fn ldmatrix<M: Machine>(m: &mut M, d: &[Out<B32>], a: SharedAddr) -> Result<(), 
             let (row, word) = (lane as usize / 4, lane as usize % 4);
             let bytes = &rows[row][4 * word..4 * word + 4];
             m.set(lane, *d, u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));
+        }
+    }
+    Ok(())
+}
+
+/// Lane `8*j + r` gives the address of row `r` of stored matrix `j`, which is column `r` of the fragment in
+/// register `j`: element `c` is half `r%2` of lane `4*c + r/2`.
+fn stmatrix_trans<M: Machine>(m: &mut M, i: &StmatrixX4Trans) -> Result<(), M::Stop> {
+    for (j, b) in i.b.0.into_iter().enumerate() {
+        for r in 0..8 {
+            let mut row = [0; 16];
+            for c in 0..8 {
+                let word = m.get(4 * c + r / 2, b)? >> (16 * (r % 2));
+                row[2 * c as usize..2 * c as usize + 2]
+                    .copy_from_slice(&(word as u16).to_le_bytes());
+            }
+            let lane = 8 * j as u32 + r;
+            let at = m.shared_at(lane, i.a)?;
+            let access = Access {
+                space: Space::Shared,
+                addr: at.addr.into(),
+                region: at.region,
+                order: Order::Weak,
+            };
+            m.store(lane, access, &row)?;
         }
     }
     Ok(())

@@ -13,9 +13,9 @@
 use std::collections::HashMap;
 
 use crate::asm::builder::{Item, Node};
-use crate::asm::isa::{Effect, Inst, alu::Alu};
+use crate::asm::isa::{Effect, Inst, alu::Alu, wgmma::Wgmma};
 use crate::asm::module::Entry;
-use crate::asm::reg::{AnyReg, Role};
+use crate::asm::reg::{AnyReg, In, Role};
 use crate::asm::types::Class;
 
 /// A straight-line stretch of instructions.
@@ -261,7 +261,15 @@ impl Facts {
             });
             start..self.touched.len()
         };
-        let reads = touch(|role| role != Role::Write);
+        // A product whose scale is not known to be 1 may ignore its accumulators; the emulator sees whether.
+        let may_ignore = match node.inst {
+            Inst::Wgmma(Wgmma::WgmmaM64K16F32F16(product)) => product.scale_d != In::Imm(1),
+            _ => false,
+        };
+        let reads = match may_ignore {
+            true => touch(|role| role == Role::Read),
+            false => touch(|role| role != Role::Write),
+        };
         let writes = touch(|role| role != Role::Read);
         if let Some(guard) = guard {
             for reg in &self.touched[start..] {

@@ -20,6 +20,7 @@ const OPTIONAL: &[(&str, &str)] = &[
     ("cuMemAllocAsync", "memory is not allocated in stream order"),
     ("cuLaunchKernelEx", "kernels cannot overlap their launches or use clusters"),
     ("cuOccupancyMaxActiveClusters", "clusters are not checked before a launch"),
+    ("cuTensorMapEncodeTiled", "kernels that copy by tensor maps are not launched"),
     ("cuFuncLoad", "kernels are loaded at their first launch"),
     ("cuFuncGetParamInfo", "arguments are not checked against the kernel"),
 ];

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use makaira::asm::reg::Reg;
 use makaira::asm::types::{B32, B64, Cmp, Special};
 use makaira::asm::{Asm, Module};
-use makaira::backend::{Arg, Backend, DevicePtr, Error, Kernel, Stream};
+use makaira::backend::{Arg, Backend, DevicePtr, Error, Kernel, Launch, Stream};
 use makaira::target::SmArch;
 
 /// Bytes of one load.
@@ -94,7 +94,7 @@ impl Reader {
         let slab = num_units.div_ceil(self.num_ctas);
         let args =
             [ptr.into(), sum.into(), Arg::U32(num_units), Arg::U32(slab), Arg::U32(flush.into())];
-        backend.launch(&*self.kernel, [self.num_ctas, 1], &args, stream)
+        backend.launch(&*self.kernel, &Launch::new([self.num_ctas, 1], &args, stream))
     }
 }
 
