@@ -92,7 +92,7 @@ impl<'a> WeightRing<'a> {
         let bytes = config.num_warps() * BARRIER_BYTES;
         let slot = |(slot, codes)| Slot {
             codes,
-            barriers: a.smem.region(&format!("slot {slot}: barriers"), bytes, 8),
+            barriers: a.smem.region(&format!("slot {slot}: barriers"), bytes, 16),
         };
         codes.into_iter().enumerate().map(slot).collect()
     }
