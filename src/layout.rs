@@ -89,7 +89,9 @@ impl Descriptor {
     pub fn address(&self, column: u32, half: u32) -> u32 {
         let (group, row) = (column / 8, column % 8);
         match self.swizzle {
-            Self::B128 => swizzle_128b(self.start + group * self.stride_bytes + row * 128 + 16 * half),
+            Self::B128 => {
+                swizzle_128b(self.start + group * self.stride_bytes + row * 128 + 16 * half)
+            }
             _ => self.start + group * self.stride_bytes + half * self.leading_bytes + row * 16,
         }
     }

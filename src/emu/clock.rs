@@ -92,7 +92,9 @@ impl Knowledge {
     pub fn epoch_of(&self, cta: u32, thread: u16) -> u32 {
         let epochs = match cta == self.cta {
             true => Some(&self.own),
-            false => self.others.as_ref().and_then(|others| others.get(&cta)).map(|epochs| &**epochs),
+            false => {
+                self.others.as_ref().and_then(|others| others.get(&cta)).map(|epochs| &**epochs)
+            }
         };
         epochs.and_then(|epochs| epochs.get(usize::from(thread))).copied().unwrap_or(0)
     }
@@ -125,9 +127,7 @@ impl Knowledge {
         }
         let known = |foreign: &Foreign| {
             let epochs = foreign.as_ref().and_then(|foreign| foreign.get(&stamp.cta));
-            epochs
-                .and_then(|epochs| epochs.get(thread))
-                .is_some_and(|epoch| *epoch >= stamp.epoch)
+            epochs.and_then(|epochs| epochs.get(thread)).is_some_and(|epoch| *epoch >= stamp.epoch)
         };
         let is_over = stamp.flags & WRITE == 0 || stamp.flags & ASYNC != 0;
         known(&self.others) || is_over && known(&self.over)

@@ -169,9 +169,8 @@ impl Executor<'_> {
             true => self.cta.threads.publish_all(members.into_iter()),
             false => {
                 // Which CTAs run and which barriers they have: nothing that memory holds.
-                let keep = |id: u16| {
-                    matches!(agents.get(id), Some(Agent::Running | Agent::Inits(_)))
-                };
+                let keep =
+                    |id: u16| matches!(agents.get(id), Some(Agent::Running | Agent::Inits(_)));
                 let parts = members.iter().map(|thread| self.cta.threads.get(*thread));
                 let mut parts = parts.map(|thread| thread.known.only(keep));
                 let mut news = parts.next().expect("a warp that executes has a lane");
@@ -236,9 +235,10 @@ impl Executor<'_> {
             return Ok(());
         }
         let is_write = stamp.flags & WRITE != 0;
-        let is_fresh = self.memory.find(addr, bytes).is_ok_and(|(allocation, at)| {
-            allocation.is_fresh(at, bytes)
-        });
+        let is_fresh = self
+            .memory
+            .find(addr, bytes)
+            .is_ok_and(|(allocation, at)| allocation.is_fresh(at, bytes));
         if !is_write && !is_fresh {
             return Ok(());
         }

@@ -98,7 +98,12 @@ impl Executor<'_> {
 
     /// Where an access was made or issued.
     pub(super) fn site_of(&self, stamp: &Stamp, what: &str) -> Site {
-        self.site(stamp.cta, stamp.issuer().into(), stamp.pc, format!("{} {what}", self.deed(stamp)))
+        self.site(
+            stamp.cta,
+            stamp.issuer().into(),
+            stamp.pc,
+            format!("{} {what}", self.deed(stamp)),
+        )
     }
 
     /// An access to what an agent has not been waited for.

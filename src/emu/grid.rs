@@ -155,10 +155,8 @@ impl Cta {
             && barrier.threads != awaited
         {
             let (first, other) = (&self.warps[*first], barrier.threads);
-            let accesses = vec![
-                waiting(launch, state, &self.warps[warp]),
-                waiting(launch, state, first),
-            ];
+            let accesses =
+                vec![waiting(launch, state, &self.warps[warp]), waiting(launch, state, first)];
             return Err(Box::new(Fault {
                 kind: FaultKind::BarrierMisuse,
                 what: format!("barrier {id} awaits {awaited} threads here and {other} there"),

@@ -210,11 +210,7 @@ impl Executor<'_> {
     }
 
     /// The initialised barrier at an address.
-    pub(super) fn find_barrier(
-        &mut self,
-        lane: u32,
-        at: SharedAt,
-    ) -> Result<(usize, usize), Stop> {
+    pub(super) fn find_barrier(&mut self, lane: u32, at: SharedAt) -> Result<(usize, usize), Stop> {
         let (rank, place) = self.shared_range(lane, "use of a barrier", at, 8, 8)?;
         match self.state(rank).barriers.find(place) {
             Some(index) => Ok((rank, index)),
@@ -305,8 +301,7 @@ impl Executor<'_> {
             (Some(arrived), true) => Arc::make_mut(arrived).join(&news),
             (arrived @ None, true) => *arrived = Some(news),
             (arrived, false) => {
-                let arrived =
-                    arrived.get_or_insert_with(|| Arc::new(Knowledge::none(own, len)));
+                let arrived = arrived.get_or_insert_with(|| Arc::new(Knowledge::none(own, len)));
                 Arc::make_mut(arrived).join_what_is_over(&news);
             }
         }

@@ -5,8 +5,8 @@ use super::clock::{ATOMIC, COPY, WRITE};
 use super::machine::{Executor, Stop};
 use super::report::FaultKind;
 use crate::asm::isa::{
-    Access, AsyncCopy, BarrierOp, BulkOp, ClusterOp, GridOp, Machine, Product, ProductOp, ProxyFence,
-    SharedAt,
+    Access, AsyncCopy, BarrierOp, BulkOp, ClusterOp, GridOp, Machine, Product, ProductOp,
+    ProxyFence, SharedAt,
 };
 use crate::asm::reg::{AnyReg, Label, Param};
 use crate::asm::types::{Class, Order, Space, Special};
@@ -342,7 +342,8 @@ impl Machine for Executor<'_> {
         let mut bytes = [0; 16];
         self.read_global(lane, access.addr, &mut bytes)?;
         for (old, value) in bytes.chunks_exact_mut(4).zip(values) {
-            let sum = flushed(f32::from_le_bytes([old[0], old[1], old[2], old[3]])) + flushed(value);
+            let sum =
+                flushed(f32::from_le_bytes([old[0], old[1], old[2], old[3]])) + flushed(value);
             old.copy_from_slice(&canonical(flushed(sum)).to_le_bytes());
         }
         self.write_global(lane, access.addr, &bytes)?;

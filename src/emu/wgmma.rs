@@ -205,11 +205,15 @@ impl Executor<'_> {
         let mut differs = None;
         let step = &self.launch.program.steps[self.pc as usize];
         step.inst.registers(&mut |reg, _| {
-            let is_scalar = !matches!(reg.class, crate::asm::types::Class::F32 | crate::asm::types::Class::B32);
+            let is_scalar =
+                !matches!(reg.class, crate::asm::types::Class::F32 | crate::asm::types::Class::B32);
             let lanes = lanes(self.active);
             if is_scalar && differs.is_none() {
                 let first = self.raw(self.active.trailing_zeros(), reg);
-                differs = lanes.into_iter().find(|lane| self.raw(*lane, reg) != first).map(|lane| (lane, reg));
+                differs = lanes
+                    .into_iter()
+                    .find(|lane| self.raw(*lane, reg) != first)
+                    .map(|lane| (lane, reg));
             }
         });
         match differs {
@@ -245,11 +249,20 @@ impl Executor<'_> {
         for slot in first_d..first_d + product.n / 2 {
             let state = &mut products.slots[slot as usize];
             if state.a_group > done {
-                wrong = Some((slot, FaultKind::RegisterInFlight, "is in the A fragment of a product in flight"));
+                wrong = Some((
+                    slot,
+                    FaultKind::RegisterInFlight,
+                    "is in the A fragment of a product in flight",
+                ));
             } else if state.d_group > done && state.shape != shape {
-                wrong = Some((slot, FaultKind::RegisterInFlight, "accumulates a product of another shape in flight"));
+                wrong = Some((
+                    slot,
+                    FaultKind::RegisterInFlight,
+                    "accumulates a product of another shape in flight",
+                ));
             } else if state.touched > fences {
-                wrong = Some((slot, FaultKind::MissingFence, "was used since the last `wgmma.fence`"));
+                wrong =
+                    Some((slot, FaultKind::MissingFence, "was used since the last `wgmma.fence`"));
             }
             state.d_group = group;
             state.shape = shape;
@@ -258,9 +271,11 @@ impl Executor<'_> {
             let slot = program.slot(reg.any()) as u32;
             let state = &mut products.slots[slot as usize];
             if state.d_group > done {
-                wrong = Some((slot, FaultKind::RegisterInFlight, "accumulates a product in flight"));
+                wrong =
+                    Some((slot, FaultKind::RegisterInFlight, "accumulates a product in flight"));
             } else if state.touched > fences {
-                wrong = Some((slot, FaultKind::MissingFence, "was used since the last `wgmma.fence`"));
+                wrong =
+                    Some((slot, FaultKind::MissingFence, "was used since the last `wgmma.fence`"));
             }
             state.a_group = group;
         }
@@ -288,7 +303,13 @@ impl Executor<'_> {
             return Err(bad(what, "mask each field to its width"));
         };
         let unsupported = |what: String| {
-            self.fault(FaultKind::Unsupported, lane, "product", what, "use a descriptor of the other kind")
+            self.fault(
+                FaultKind::Unsupported,
+                lane,
+                "product",
+                what,
+                "use a descriptor of the other kind",
+            )
         };
         match descriptor.swizzle {
             Descriptor::NONE => Ok(descriptor),
@@ -302,7 +323,10 @@ impl Executor<'_> {
                         "swizzled operand at {:#x}, {row} rows of 128 bytes into a pattern of 8",
                         descriptor.start
                     );
-                    return Err(bad(what, "begin atoms at multiples of 1024 bytes; step through k within 128"));
+                    return Err(bad(
+                        what,
+                        "begin atoms at multiples of 1024 bytes; step through k within 128",
+                    ));
                 }
                 if unit > 6 {
                     return Err(bad(
@@ -311,7 +335,10 @@ impl Executor<'_> {
                     ));
                 }
                 if product.n > 8 && !descriptor.stride_bytes.is_multiple_of(1024) {
-                    return Err(unsupported(format!("stride of {} bytes", descriptor.stride_bytes)));
+                    return Err(unsupported(format!(
+                        "stride of {} bytes",
+                        descriptor.stride_bytes
+                    )));
                 }
                 Ok(descriptor)
             }
@@ -337,7 +364,12 @@ impl Executor<'_> {
                 let addr = descriptor.address(column as u32, half);
                 let at = addr.wrapping_sub(smem_base) as usize;
                 if at > len || len - at < LINE {
-                    return Err(self.outside_shared(lane, "operand of a product", addr.into(), LINE));
+                    return Err(self.outside_shared(
+                        lane,
+                        "operand of a product",
+                        addr.into(),
+                        LINE,
+                    ));
                 }
                 if let Some(flight) = self.cta.flights.over(at, LINE) {
                     return Err(self.in_flight(lane, stamp, *flight, at));

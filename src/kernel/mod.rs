@@ -3,6 +3,7 @@
 //! A family is one file and one line of [`FAMILIES`]. It says which configurations it has for a problem and
 //! builds the module of one. This room emits programs; it never runs them.
 
+mod cost;
 pub mod epilogue;
 pub mod params;
 pub mod problem;
@@ -13,6 +14,7 @@ pub mod sm90;
 mod stream;
 pub mod stripe;
 
+pub use cost::Work;
 pub use params::Arguments;
 pub use problem::{Config, Conversion, Plan, Problem, Reduction, Rows, Scaling};
 
@@ -27,6 +29,13 @@ pub trait KernelFamily: Sync {
     fn runs_on(&self, target: SmArch) -> bool;
     /// The first rule of the family's own that a configuration breaks, with its numbers.
     fn broken_rule(&self, config: &Config) -> Option<String>;
+    /// Configurations worth considering for a problem, in the preferred numerics: lists in order of preference, of
+    /// each of which the first legal one counts.
+    fn candidates(&self, problem: &Problem) -> Vec<Vec<Config>>;
+    /// What one warp issues for one run.
+    fn work(&self, config: &Config) -> Work;
+    /// Runs of a team whose weights are on their way while one is computed.
+    fn runs_in_flight(&self, config: &Config) -> u32;
     /// Bytes of shared memory of a configuration.
     fn smem_bytes(&self, config: &Config) -> u32;
     /// About how many registers a thread needs: with fewer the assembler spills.

@@ -52,12 +52,7 @@ fn address<M: Machine>(m: &mut M, l: u32, a: GlobalAddr) -> Result<u64, M::Stop>
     Ok(m.get(l, Use(a.base))?.wrapping_add_signed(a.offset.into()))
 }
 
-fn bytes<M: Machine>(
-    m: &mut M,
-    l: u32,
-    a: GlobalAddr,
-    n: In<B32>,
-) -> Result<BulkSource, M::Stop> {
+fn bytes<M: Machine>(m: &mut M, l: u32, a: GlobalAddr, n: In<B32>) -> Result<BulkSource, M::Stop> {
     Ok(BulkSource::Bytes { addr: address(m, l, a)?, bytes: m.get(l, n)? })
 }
 

@@ -5,7 +5,9 @@
 //! What only Hopper has is asked for by families: one method and one enumeration for barriers in shared
 //! memory, bulk copies, clusters, grids and warpgroup products each.
 
-use crate::asm::reg::{AnyReg, In, InOut, Label, Out, Param, Reg, RegRange, Region, SharedAddr, Use};
+use crate::asm::reg::{
+    AnyReg, In, InOut, Label, Out, Param, Reg, RegRange, Region, SharedAddr, Use,
+};
 use crate::asm::types::{B32, F32, Order, RegClass, Space, Special};
 
 /// One memory access of one lane.
@@ -266,7 +268,7 @@ pub trait Machine {
     fn order_products(&mut self, op: ProductOp) -> Result<(), Self::Stop>;
     /// Adds to four floats in a row, each atomically; subnormal operands and results count as zero.
     fn reduce_f32(&mut self, lane: u32, access: Access, values: [f32; 4])
-        -> Result<(), Self::Stop>;
+    -> Result<(), Self::Stop>;
 
     /// The value of a source operand.
     #[inline]

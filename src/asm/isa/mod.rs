@@ -32,8 +32,8 @@ mod tests;
 pub mod wgmma;
 
 pub use machine::{
-    Access, AsyncCopy, BarrierOp, BulkLoad, BulkOp, BulkSource, ClusterOp, Destination, GridOp, Machine, Product,
-    ProductOp, ProxyFence, SharedAt, Source, TileStore,
+    Access, AsyncCopy, BarrierOp, BulkLoad, BulkOp, BulkSource, ClusterOp, Destination, GridOp,
+    Machine, Product, ProductOp, ProxyFence, SharedAt, Source, TileStore,
 };
 
 /// Which targets have an instruction.

@@ -27,12 +27,13 @@
 mod ring;
 
 use self::ring::Cursor;
+use super::Work;
 use super::epilogue::{Accumulators, Epilogue, Thread, epilogue_bytes};
 use super::params::{Params, load_u32};
-use super::problem::{Config, Conversion, Rows, Scaling};
+use super::problem::{Config, Conversion, Problem, Rows, Scaling};
 use super::stream::{
-    Arithmetic, Bias, Geometry, Part, RowCopies, emit_row_tile, emit_rows_lane, emit_team_barrier,
-    emit_woven,
+    Arithmetic, Bias, Geometry, Part, RowCopies, candidates, emit_row_tile, emit_rows_lane,
+    emit_team_barrier, emit_woven,
 };
 use super::stripe::emit_stripe;
 use crate::asm::reg::{Imm, Reg, Region};
@@ -317,6 +318,25 @@ impl super::KernelFamily for Sm80Family {
         }
         (config.conversion == Conversion::Subnormal && config.tile_m > 16)
             .then(|| format!("subnormal codes for {} rows, up to 16 gain by them", config.tile_m))
+    }
+
+    fn candidates(&self, problem: &Problem) -> Vec<Vec<Config>> {
+        let warps = [(1, 4), (2, 2), (4, 1), (1, 8), (2, 4), (4, 2), (8, 1)];
+        let tiles_and_ctas = [(2, 1), (2, 2), (4, 1), (4, 2)];
+        let variants =
+            [Scaling::Promote, Scaling::Fragment].map(|scaling| (Conversion::Value, scaling));
+        candidates(self.name(), problem, &warps, &tiles_and_ctas, 1, &variants)
+    }
+
+    fn work(&self, config: &Config) -> Work {
+        let run = Work::of_run(config);
+        let copies = 2.25 * f64::from(config.tiles_per_warp())
+            + 1.5 * f64::from(config.tile_m) / f64::from(config.warps_n);
+        Work { instructions: run.instructions + copies + 25.0, ..run }
+    }
+
+    fn runs_in_flight(&self, config: &Config) -> u32 {
+        config.stages - 1
     }
 
     fn smem_bytes(&self, config: &Config) -> u32 {

@@ -25,15 +25,19 @@ mod weights;
 
 use self::rows::RowRing;
 use self::weights::{Warp, WeightRing};
+use super::Work;
 use super::epilogue::{Accumulators, Epilogue, Thread, epilogue_bytes};
 use super::params::Params;
-use super::problem::{Config, Rows};
-use super::stream::{Arithmetic, Bias, Geometry, Part, emit_row_tile, emit_rows_lane, emit_woven};
+use super::problem::{Config, Conversion, Problem, Rows, Scaling};
+use super::stream::{
+    Arithmetic, Bias, Geometry, Part, candidates, emit_row_tile, emit_rows_lane, emit_woven,
+};
 use super::stripe::emit_stripe;
 use crate::asm::reg::Reg;
 use crate::asm::types::{B32, Cmp};
 use crate::asm::{Asm, Module};
 use crate::target::SmArch;
+use crate::weights::format_by_name;
 
 /// Shared memory of an SM that a generation of CTAs should keep below, so that the next one has room.
 const HALF_SM_BYTES: u32 = 113 << 10;
@@ -251,6 +255,33 @@ impl super::KernelFamily for Sm90Family {
         }
         (config.rows == Rows::Element)
             .then(|| "rows are copied by 16 bytes, these allow single elements".into())
+    }
+
+    fn candidates(&self, problem: &Problem) -> Vec<Vec<Config>> {
+        // Odd numbers of warps side by side: the layers of well-known models fall into as many equal tiles as
+        // there are SMs.
+        let warps = [
+            [(1, 4), (1, 8), (1, 16), (2, 2), (2, 4)],
+            [(2, 8), (3, 2), (3, 4), (4, 1), (4, 2)],
+            [(4, 4), (5, 2), (7, 1), (7, 2), (8, 1)],
+        ];
+        let tiles_and_ctas = [(2, 1), (2, 2), (4, 1), (4, 2)];
+        let mut variants = vec![(Conversion::Value, Scaling::Promote)];
+        let format = format_by_name(problem.format);
+        if format.is_some_and(|format| format.subnormal().is_some()) {
+            variants.push((Conversion::Subnormal, Scaling::Promote));
+        }
+        candidates(self.name(), problem, &warps.concat(), &tiles_and_ctas, 0, &variants)
+    }
+
+    fn work(&self, config: &Config) -> Work {
+        let run = Work::of_run(config);
+        let copies = 0.75 * f64::from(config.tile_m) / f64::from(config.warps_n);
+        Work { instructions: run.instructions + copies + 40.0, ..run }
+    }
+
+    fn runs_in_flight(&self, config: &Config) -> u32 {
+        config.stages
     }
 
     fn smem_bytes(&self, config: &Config) -> u32 {

@@ -12,7 +12,8 @@ pub(super) use bias::Bias;
 pub(super) use run::{Arithmetic, Part, emit_rows_lane, emit_woven};
 
 use super::params::{Params, load_u32};
-use super::problem::Config;
+use super::problem::{Config, Conversion, Problem, Reduction, Scaling};
+use super::select::tile_m_for;
 use crate::asm::Asm;
 use crate::asm::reg::Reg;
 use crate::asm::types::{B32, Cmp, Pred, Special};
@@ -23,6 +24,55 @@ use crate::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES, TILE_K};
 pub(super) const ROW_BYTES: u32 = 2 * TILE_K as u32;
 /// 16-byte units of that row.
 const ROW_UNITS: u32 = ROW_BYTES / 16;
+
+/// Bytes of weights in flight on an SM that the stream is given where shared memory allows: enough to cover
+/// the loaded latency of memory, and not so much that the first bytes wait for all the others.
+const IN_FLIGHT_BYTES: u32 = 64 << 10;
+
+/// Configurations of a family for these splits into warps (`warps_n`, `warps_k`) and these pairs of tiles a warp
+/// and CTAs an SM. The ring has as many slots as put `IN_FLIGHT_BYTES` in flight, at least two; `computed` of
+/// them are being computed on. Fewer are the next preference.
+pub(super) fn candidates(
+    family: &'static str,
+    problem: &Problem,
+    warps: &[(u32, u32)],
+    tiles_and_ctas: &[(u32, u32)],
+    computed: u32,
+    variants: &[(Conversion, Scaling)],
+) -> Vec<Vec<Config>> {
+    let mut candidates = Vec::new();
+    for &(warps_n, warps_k) in warps {
+        for &(tiles_per_warp, ctas_per_sm) in tiles_and_ctas {
+            let tile_bytes = (CODE_BYTES_PER_TILE + SCALE_ROW_BYTES) as u32;
+            let slot_bytes = ctas_per_sm * warps_n * warps_k * tiles_per_warp * tile_bytes;
+            let stages = computed + IN_FLIGHT_BYTES.div_ceil(slot_bytes).max(2);
+            for &(conversion, scaling) in variants {
+                // Without groups there is nothing to scale in the loop.
+                if scaling == Scaling::Fragment && problem.group == Group::PerColumn {
+                    continue;
+                }
+                let config = |stages| Config {
+                    family,
+                    format: problem.format,
+                    group: problem.group,
+                    tile_m: tile_m_for(problem.m),
+                    tile_n: 16 * tiles_per_warp * warps_n,
+                    warps_n,
+                    warps_k,
+                    stages,
+                    ctas_per_sm,
+                    conversion,
+                    scaling,
+                    reduction: Reduction::F32,
+                    rows: problem.rows,
+                    evict_first: false,
+                };
+                candidates.push((2..=stages).rev().map(config).collect());
+            }
+        }
+    }
+    candidates
+}
 
 /// Sizes that follow from a configuration.
 #[derive(Clone, Copy, Debug)]
@@ -130,8 +180,8 @@ impl RowCopies {
         let copy_rows = 2 << config.warps_n.ilog2();
         let num_copies = config.tile_m.div_ceil(copy_rows);
         let first_rows = copy_rows.min(config.tile_m);
-        let takes_part = (first_rows < team_threads / ROW_UNITS)
-            .then(|| a.test_u32(Cmp::Lt, row, first_rows));
+        let takes_part =
+            (first_rows < team_threads / ROW_UNITS).then(|| a.test_u32(Cmp::Lt, row, first_rows));
         a.mad_lo_u32(row_base, team, geometry.rows_bytes, smem);
         a.mad_lo_u32(row_base, row, ROW_BYTES, row_base);
         // copy_rows divides 8 or is a multiple of it, so the swizzle of a copy's row is the first row's,

@@ -168,17 +168,17 @@ impl Pattern {
         let differs = got.iter().zip(&case.expected).position(|(got, expected)| got != expected);
         match differs {
             None => Outcome::Right,
-            Some(at) => Outcome::Wrong(format!(
-                "word {at} is {:#x}, not {:#x}",
-                got[at], case.expected[at]
-            )),
+            Some(at) => {
+                Outcome::Wrong(format!("word {at} is {:#x}, not {:#x}", got[at], case.expected[at]))
+            }
         }
     }
 }
 
 /// An emulator whose turns a seed orders.
 pub fn emulator(seed: Option<u64>) -> EmuBackend {
-    let options = Options { seed, max_steps: 1 << 22, max_idle_steps: 1 << 20, ..Options::default() };
+    let options =
+        Options { seed, max_steps: 1 << 22, max_idle_steps: 1 << 20, ..Options::default() };
     EmuBackend::h200_like(2).with_options(options)
 }
 
@@ -201,13 +201,19 @@ pub fn outcome(module: &Module, grid: [u32; 2], args: &[Arg]) -> Option<Fault> {
 }
 
 /// Launches on an emulator; the fault, if there is one.
-pub fn launch(backend: &EmuBackend, module: &Module, grid: [u32; 2], args: &[Arg]) -> Option<Fault> {
-    let kernel = backend.load(module).unwrap_or_else(|e| {
-        panic!("{}", std::error::Error::source(&e).expect("a cause"))
-    });
+pub fn launch(
+    backend: &EmuBackend,
+    module: &Module,
+    grid: [u32; 2],
+    args: &[Arg],
+) -> Option<Fault> {
+    let kernel = backend
+        .load(module)
+        .unwrap_or_else(|e| panic!("{}", std::error::Error::source(&e).expect("a cause")));
     let launch = Launch::new(grid, args, Stream::default());
     let done = backend.launch(kernel.as_ref(), &launch);
-    done.err().map(|error| fault_of(&error).unwrap_or_else(|| panic!("{error}: {:?}", error.source)))
+    done.err()
+        .map(|error| fault_of(&error).unwrap_or_else(|| panic!("{error}: {:?}", error.source)))
 }
 
 /// All patterns.
@@ -228,10 +234,15 @@ fn patterns_are_clean_and_right() {
             for early in [false, true] {
                 let backend = emulator(seed);
                 let outcome = pattern.run(&backend, &pattern.module, early, seed.unwrap_or(77));
-                assert!(matches!(outcome, Outcome::Right), "{} {seed:?}: {}", pattern.name, match outcome {
-                    Outcome::Fault(fault) => fault.to_string(),
-                    other => format!("{other:?}"),
-                });
+                assert!(
+                    matches!(outcome, Outcome::Right),
+                    "{} {seed:?}: {}",
+                    pattern.name,
+                    match outcome {
+                        Outcome::Fault(fault) => fault.to_string(),
+                        other => format!("{other:?}"),
+                    }
+                );
             }
         }
         for (name, backend) in super::common::backends() {

@@ -218,17 +218,13 @@ pub fn producer_and_consumers() -> Pattern {
             })
         };
         let result = device.alloc(rows * 64 * 2);
-        let args = vec![
-            device.upload(&weights).into(),
-            tile(device.upload(&x), k),
-            tile(result, 64),
-        ];
+        let args =
+            vec![device.upload(&weights).into(), tile(device.upload(&x), k), tile(result, 64)];
         let value = |row: usize, channel: usize| -> f16 {
             let products = (0..k).map(|i| x[row * k + i].to_f64() * a[channel * k + i].to_f64());
             f16::from_f64(products.sum())
         };
-        let expected: Vec<f16> =
-            (0..rows * 64).map(|n| value(n / 64, n % 64)).collect();
+        let expected: Vec<f16> = (0..rows * 64).map(|n| value(n / 64, n % 64)).collect();
         let expected = bytemuck::cast_slice::<f16, u32>(&expected).to_vec();
         Case { args, result, expected }
     };

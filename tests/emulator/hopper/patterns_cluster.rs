@@ -74,11 +74,7 @@ pub fn exchanged_sums() -> Pattern {
                 asm.selp_f32(kept[n], values[0][n], values[1][n], is_low);
                 asm.selp_f32(sent[n], values[1][n], values[0][n], is_low);
             }
-            asm.st_async_shared_cluster_v4_f32(
-                to.at(buffer.start),
-                sent,
-                bar.at(bars.start + 8),
-            );
+            asm.st_async_shared_cluster_v4_f32(to.at(buffer.start), sent, bar.at(bars.start + 8));
             wait(asm, sums, 0);
             let came = asm.regs::<F32, 4>();
             asm.ld_shared_v4_f32(came, mine.at(buffer.start));
@@ -218,8 +214,7 @@ pub fn multicast_pair() -> Pattern {
     let setup = |device: &Device<'_>, random: &mut Random| {
         let k = 64 * TURNS as usize;
         let (a, x) = (halves(random, 128 * k), halves(random, 16 * k));
-        let weights: Vec<f16> =
-            a.chunks(64 * k).flat_map(|rows| fragments(rows, k)).collect();
+        let weights: Vec<f16> = a.chunks(64 * k).flat_map(|rows| fragments(rows, k)).collect();
         let map = TensorMap {
             base: device.upload(&x),
             elements: [k as u64, 16],
@@ -233,8 +228,8 @@ pub fn multicast_pair() -> Pattern {
             let (cta, thread, reg) = (n / 1024, n / 8 % 128, n % 8);
             let (row, token) = makaira::layout::wgmma_m64k16::d(thread as u32 % 32, reg as u32);
             let channel = 64 * cta + 16 * (thread / 32) + row as usize;
-            let products = (0..k)
-                .map(|i| a[channel * k + i].to_f32() * x[token as usize * k + i].to_f32());
+            let products =
+                (0..k).map(|i| a[channel * k + i].to_f32() * x[token as usize * k + i].to_f32());
             products.sum::<f32>().to_bits()
         };
         Case { args, result, expected: (0..2048).map(value).collect() }
