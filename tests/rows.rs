@@ -14,14 +14,16 @@ mod common;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use common::row_kernel::{IMAGE, RowKernel};
+use common::row_kernel::{IMAGE, RowKernel, target_of};
 use common::row_reference::State;
 use common::vectors::{Case, Vectors};
 use common::{Random, backends, vectors};
-use makaira::asm::isa::{Row, table};
+use makaira::asm::isa::{Row, TargetSet, table};
 use makaira::backend::{Arg, Backend, Launch, Stream};
-use makaira::target::SmArch;
+use makaira::target::DeviceSpec;
 
+const PROTOCOL: &str = "a protocol: patterns, on every backend, in tests/emulator/hopper";
+const PRODUCTS: &str = "with every product here; what they order in tests/emulator/hopper";
 /// Rows whose effect is no function of registers and bytes, and where they are tested instead.
 const WITHOUT_VECTORS: &[(&str, &str)] = &[
     ("bra", "control flow: divergence and loops in tests/emulator"),
@@ -35,6 +37,39 @@ const WITHOUT_VECTORS: &[(&str, &str)] = &[
     ("cp_async_wait_group", "with every copy here; missing waits in tests/emulator"),
     ("mov_u32_smem", "the address is the loader's choice; every shared access here starts from it"),
     ("cp_async_cg_16_hint", "some drivers trap on it: DESIGN.md, eviction policies"),
+    ("mbarrier_init_shared_b64", PROTOCOL),
+    ("mbarrier_expect_tx_shared_cta_b64", PROTOCOL),
+    ("mbarrier_arrive_expect_tx_shared_cta_b64", PROTOCOL),
+    ("mbarrier_arrive_shared_cta_b64", PROTOCOL),
+    ("mbarrier_arrive_shared_cluster_b64", PROTOCOL),
+    ("mbarrier_try_wait_parity_shared_cta_b64", PROTOCOL),
+    ("fence_mbarrier_init_release_cluster", PROTOCOL),
+    ("cp_async_bulk_shared_global", PROTOCOL),
+    ("cp_async_bulk_shared_global_hint", PROTOCOL),
+    ("cp_async_bulk_tensor_2d_shared_global", PROTOCOL),
+    ("cp_async_bulk_tensor_2d_shared_global_multicast", PROTOCOL),
+    ("cp_async_bulk_tensor_2d_global_shared", PROTOCOL),
+    ("cp_async_bulk_prefetch_l2_global", PROTOCOL),
+    ("cp_async_bulk_commit_group", PROTOCOL),
+    ("cp_async_bulk_wait_group", PROTOCOL),
+    ("cp_async_bulk_wait_group_read", PROTOCOL),
+    ("fence_proxy_async_shared_cta", PROTOCOL),
+    ("mov_b64_param", "the address is the loader's choice; tile copies in tests/emulator/hopper"),
+    (
+        "mapa_shared_cluster_u32",
+        "the address is the card's choice; clusters in tests/emulator/hopper",
+    ),
+    ("st_async_shared_cluster_v4_f32", PROTOCOL),
+    ("barrier_cluster_arrive_relaxed_aligned", PROTOCOL),
+    ("barrier_cluster_arrive_release_aligned", PROTOCOL),
+    ("barrier_cluster_wait_acquire_aligned", PROTOCOL),
+    ("griddepcontrol_wait", PROTOCOL),
+    ("griddepcontrol_launch_dependents", PROTOCOL),
+    ("setmaxnreg_dec_sync_aligned_u32", PROTOCOL),
+    ("setmaxnreg_inc_sync_aligned_u32", PROTOCOL),
+    ("wgmma_fence_sync_aligned", PRODUCTS),
+    ("wgmma_commit_group_sync_aligned", PRODUCTS),
+    ("wgmma_wait_group_sync_aligned", PRODUCTS),
 ];
 
 fn without_vectors(row: &Row) -> bool {
@@ -108,9 +143,17 @@ fn run(backend: &dyn Backend, kernel: &RowKernel, case: &Case) -> State {
     State { slots, memory: images, shared }
 }
 
-/// The kernel of a case, for a backend's own architecture.
-fn kernel_of(row: &Row, case: &Case, target: SmArch) -> RowKernel {
-    let kernel = RowKernel::new(row, &case.choices, target);
+/// Whether a device has the row.
+fn has(device: &DeviceSpec, row: &Row) -> bool {
+    match row.since.targets {
+        TargetSet::From(sm) => device.arch.sm >= sm,
+        TargetSet::Specific(sm) => device.arch.sm == sm,
+    }
+}
+
+/// The kernel of a case, for the row's own target.
+fn kernel_of(row: &Row, case: &Case) -> RowKernel {
+    let kernel = RowKernel::new(row, &case.choices, target_of(row));
     kernel.module.verify().unwrap_or_else(|found| panic!("{found}"));
     assert_eq!(kernel.inst.to_string(), case.text, "the choices no longer give this instruction");
     kernel
@@ -152,8 +195,12 @@ fn backends_reproduce_the_vectors() {
     let mut count = 0;
     for (name, backend) in backends() {
         for (method, vectors) in all_vectors() {
+            if !has(backend.device(), row(method)) {
+                eprintln!("skipped: {method} on {name}, which does not have it");
+                continue;
+            }
             for case in &vectors.cases {
-                let kernel = kernel_of(row(method), case, SmArch::baseline(80));
+                let kernel = kernel_of(row(method), case);
                 let got = run(backend.as_ref(), &kernel, case);
                 count += 1;
                 if let Some(difference) = vectors.difference(&kernel, case, &got) {
@@ -171,7 +218,7 @@ fn the_second_implementation_agrees_with_the_vectors() {
     let mut wrong = Vec::new();
     for (method, vectors) in all_vectors() {
         for case in &vectors.cases {
-            let kernel = kernel_of(row(method), case, SmArch::baseline(80));
+            let kernel = kernel_of(row(method), case);
             let got = vectors::expected(&kernel, case);
             wrong.extend(vectors.difference(&kernel, case, &got));
         }
@@ -189,11 +236,11 @@ fn vectors_are_recorded_on_request() {
     std::fs::create_dir_all(&dir).expect("the folder can be made");
     let (_, backend) = backends().pop().expect("there is a backend");
     let device = backend.device();
-    for row in table().filter(|row| !without_vectors(row)) {
+    for row in table().filter(|row| !without_vectors(row) && has(device, row)) {
         let mut vectors = vectors::compute(row);
         vectors.source = format!("recorded: {}, PTX up to {}", device.name, device.isa);
         for case in &mut vectors.cases {
-            let kernel = kernel_of(row, case, SmArch::baseline(80));
+            let kernel = kernel_of(row, case);
             case.after = run(backend.as_ref(), &kernel, case);
         }
         let path = dir.join(format!("{}.txt", row.method));
@@ -208,7 +255,7 @@ fn a_flipped_bit_is_a_difference() {
     let is_number = |bits: u64| bits & 0x7c00 != 0x7c00 && bits & 0x7c00_0000 != 0x7c00_0000;
     for (method, vectors) in all_vectors() {
         let case = random.pick(&vectors.cases.iter().collect::<Vec<_>>());
-        let kernel = kernel_of(row(method), case, SmArch::baseline(80));
+        let kernel = kernel_of(row(method), case);
         let mut wrong = case.after.clone();
         match wrong.slots.first_mut() {
             Some(slot) => {

@@ -110,6 +110,6 @@ impl Module {
     /// The lowest PTX ISA version with every used form and the target.
     pub fn isa(&self) -> PtxIsa {
         let target = self.target.since().unwrap_or(PtxIsa::new(0, 0));
-        self.nodes().map(|node| node.inst.row().since.isa).fold(target, PtxIsa::max)
+        self.nodes().map(|node| node.inst.since().isa).fold(target, PtxIsa::max)
     }
 }

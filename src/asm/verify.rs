@@ -203,17 +203,14 @@ impl Checker<'_> {
             }
         }
         self.each_form(
-            |node| !node.inst.row().since.targets.contains(target),
+            |node| !node.inst.since().targets.contains(target),
             |this, n, opcode| {
-                let row = this.nodes[n].inst.row();
-                let remedy = match row.since.targets {
+                let targets = this.nodes[n].inst.since().targets;
+                let remedy = match targets {
                     TargetSet::From(_) => "this kernel cannot run on older cards",
                     TargetSet::Specific(_) => "build for that target",
                 };
-                let what = format!(
-                    "`{opcode}` needs {}, the target is {target}: {remedy}",
-                    row.since.targets
-                );
+                let what = format!("`{opcode}` needs {targets}, the target is {target}: {remedy}");
                 this.report(Rule::Target, n, what);
             },
         );
@@ -238,9 +235,9 @@ impl Checker<'_> {
             self.report(Rule::Version, None, what);
         }
         self.each_form(
-            |node| node.inst.row().since.isa > device.isa,
+            |node| node.inst.since().isa > device.isa,
             |this, n, opcode| {
-                let isa = this.nodes[n].inst.row().since.isa;
+                let isa = this.nodes[n].inst.since().isa;
                 let what = format!(
                     "`{opcode}` needs PTX {isa}, the driver speaks up to {}: {}",
                     device.isa,

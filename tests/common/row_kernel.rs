@@ -4,8 +4,13 @@
 //! One warp runs it. Lane `l` has slot `n` of `input` and `output` at `8 * (32 * n + l)`, and each address of
 //! the instruction points at byte `16 * l` of a 512-byte image: `memory` for global addresses, a copy of it
 //! after the first 512 bytes, in shared memory, for shared ones.
+//!
+//! A warpgroup product is run by four warps with the same inputs, of which the first one's results count. Its
+//! second operand lies in the shared image, for 8 columns with the 128-byte swizzle (the image twice, so that
+//! all eight rows of the pattern have values, from the second k16 step on), for more without one.
 
-use makaira::asm::isa::{Effect, Inst, Row, alu};
+use makaira::asm::isa::wgmma::{Wgmma, WgmmaM64K16F32F16};
+use makaira::asm::isa::{Effect, Inst, Row, TargetSet, alu};
 use makaira::asm::reg::{AnyReg, Out, Param, Reg, Region, Role};
 use makaira::asm::types::{B16, B32, B64, Class, Cmp, F32, Pred, RegClass, Special};
 use makaira::asm::{Asm, Module};
@@ -23,6 +28,31 @@ pub struct RowKernel {
     pub outputs: Vec<Class>,
     /// Bytes of the parameter that the instruction reads; it is the last one.
     pub param_bytes: Option<u32>,
+}
+
+/// The target that a row's kernel is built for: the oldest that has the row, not older than `sm_80`.
+pub fn target_of(row: &Row) -> SmArch {
+    match row.since.targets {
+        TargetSet::From(sm) => SmArch::baseline(sm.max(80)),
+        TargetSet::Specific(sm) => SmArch::specific(sm),
+    }
+}
+
+/// The descriptor of a product's second operand in the image, without its address.
+fn descriptor(n: u32) -> u64 {
+    match n {
+        // Groups of 8 columns 1024 bytes apart, the second k16 step of a row.
+        8 => 1 << 62 | 64 << 32 | 1 << 16 | 2,
+        // Two halves of 8 columns 128 bytes apart, groups of 8 columns 256.
+        _ => 16 << 32 | 8 << 16,
+    }
+}
+
+fn product(inst: &Inst) -> Option<&WgmmaM64K16F32F16> {
+    match inst {
+        Inst::Wgmma(Wgmma::WgmmaM64K16F32F16(product)) => Some(product),
+        _ => None,
+    }
 }
 
 fn typed<C: RegClass>(reg: AnyReg) -> Reg<C> {
@@ -53,8 +83,12 @@ impl RowKernel {
     pub fn new(row: &Row, choices: &[u32], target: SmArch) -> Self {
         let mut asm = Asm::new();
         let pointers = ["input", "output", "memory"].map(|name| asm.param_u64(name));
-        let image = asm.smem.region("image", IMAGE as u32, 128);
         let inst = instruction(row, &mut asm, choices);
+        let is_product = product(&inst).is_some();
+        let image = match is_product {
+            true => asm.smem.region("image", 2 * IMAGE as u32, 1024),
+            false => asm.smem.region("image", IMAGE as u32, 128),
+        };
         let mut kernel = RowKernel {
             module: Asm::new().finish("empty", target, 32, 1),
             inst,
@@ -63,13 +97,16 @@ impl RowKernel {
             param_bytes: inst.param().map(|param| param.bytes),
         };
         kernel.emit(&mut asm, pointers, image);
-        kernel.module = asm.finish("row", target, 32, 1);
+        kernel.module = asm.finish("row", target, if is_product { 128 } else { 32 }, 1);
         kernel
     }
 
     fn emit(&mut self, asm: &mut Asm, pointers: [Param; 3], image: Region) {
         let lane = asm.reg::<B32>();
-        asm.mov_u32_special(lane, Special::TidX);
+        asm.mov_u32_special(lane, Special::Laneid);
+        let tid = asm.reg::<B32>();
+        asm.mov_u32_special(tid, Special::TidX);
+        let is_first = asm.test_u32(Cmp::Lt, tid, 32);
         let [input, output, memory] = pointers.map(|param| {
             let base = asm.reg::<B64>();
             asm.ld_param_u64(base, param);
@@ -86,14 +123,25 @@ impl RowKernel {
         asm.mad_lo_u32(shared, lane, 16, shared);
         let words = asm.regs::<B32, 4>();
         asm.ld_global_v4_b32(words, memory.at(IMAGE as i32));
-        asm.st_shared_v4_b32(shared.at(0).within(image), words);
+        asm.when(is_first, |asm| asm.st_shared_v4_b32(shared.at(0).within(image), words));
+        if let Some(product) = product(&self.inst) {
+            let (units, desc) = (asm.reg(), product.b.0);
+            asm.when(is_first, |asm| {
+                asm.st_shared_v4_b32(shared.at(IMAGE as u32).within(image), words);
+            });
+            asm.fence_proxy_async_shared_cta();
+            asm.mov_u32_smem(units);
+            asm.shr_u32(units, units, 4);
+            asm.mad_wide_u32(desc, units, 1, descriptor(product.n.0));
+        }
         asm.bar_sync(0);
 
         let mut bases = Vec::new();
         self.inst.places(&mut |place| bases.push(place.base));
         let (mut reads, mut writes) = (Vec::new(), Vec::new());
         self.inst.registers(&mut |reg, role| {
-            if role != Role::Write && !bases.contains(&reg) {
+            let is_descriptor = product(&self.inst).is_some() && reg.class == Class::B64;
+            if role != Role::Write && !bases.contains(&reg) && !is_descriptor {
                 reads.push(reg);
             }
             if role != Role::Read {
@@ -109,7 +157,14 @@ impl RowKernel {
         for (slot, reg) in reads.iter().enumerate() {
             read_slot(asm, *reg, input, 256 * slot as i32);
         }
+        if product(&self.inst).is_some() {
+            asm.wgmma_fence_sync_aligned();
+        }
         asm.section("instruction", |asm| asm.emit(self.inst));
+        if product(&self.inst).is_some() {
+            asm.wgmma_commit_group_sync_aligned();
+            asm.wgmma_wait_group_sync_aligned(0);
+        }
         if let Some(label) = self.inst.label() {
             asm.bind(label);
         }
@@ -118,11 +173,18 @@ impl RowKernel {
             asm.cp_async_wait_group(0);
         }
         asm.bar_sync(0);
+        let end = asm.label("end");
+        if product(&self.inst).is_some() {
+            asm.unless(is_first, |asm| asm.bra_uni(end));
+        }
         for (slot, reg) in writes.iter().enumerate() {
             write_slot(asm, *reg, output, 256 * slot as i32);
         }
         asm.ld_shared_v4_b32(words, shared.at(0).within(image));
         asm.st_global_v4_b32(memory.at(IMAGE as i32), words);
+        if product(&self.inst).is_some() {
+            asm.bind(end);
+        }
         asm.exit();
         self.inputs = reads.iter().map(|reg| reg.class).collect();
         self.outputs = writes.iter().map(|reg| reg.class).collect();

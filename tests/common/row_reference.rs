@@ -65,6 +65,29 @@ pub fn expected(text: &str, num_out: usize, param: u64, before: &State) -> State
         after.slots = collective(&form, num_out, before);
         return after;
     }
+    if form.is("wgmma.mma_async") {
+        after.slots = warpgroup_product(&form, before);
+        return after;
+    }
+    if form.is("stmatrix") {
+        // Row r of stored matrix j, where lane 8j + r points, is column r of what the lanes hold: lane l has
+        // elements 2 (l % 4) and the next of row l / 4.
+        for (j, slot) in before.slots.iter().enumerate() {
+            for (lane, value) in slot.iter().enumerate() {
+                for half in 0..2 {
+                    let (row, column) = (lane / 4, 2 * (lane % 4) + half);
+                    let at = 16 * (8 * j + column) + 2 * row;
+                    let bytes = ((value >> (16 * half)) as u16).to_le_bytes();
+                    after.shared[at..at + 2].copy_from_slice(&bytes);
+                }
+            }
+        }
+        return after;
+    }
+    if form.is("elect") {
+        after.slots[0][0] = 1;
+        return after;
+    }
     for lane in 0..32 {
         let sources = form.sources(num_out, before, lane);
         let results = match form.operands.iter().any(|operand| operand.starts_with("[%")) {
@@ -115,6 +138,19 @@ fn memory(
         for (n, value) in sources.iter().enumerate() {
             let bytes = value.to_le_bytes();
             image[at + n * width..at + (n + 1) * width].copy_from_slice(&bytes[..width]);
+        }
+        return Vec::new();
+    }
+    if form.is("red.relaxed.gpu.global.add.v4.f32") {
+        for (n, value) in sources.iter().enumerate() {
+            let part = |bits: u64| {
+                let value = f32::from_bits(bits as u32);
+                if value.is_subnormal() { 0.0 * value } else { value }
+            };
+            let old = part(read(&before.memory, at + 4 * n, 4));
+            let sum = f64::from(part(rounded(f64::from(old) + f64::from(part(*value)))));
+            let bytes = (rounded(sum) as u32).to_le_bytes();
+            image[at + 4 * n..at + 4 * n + 4].copy_from_slice(&bytes);
         }
         return Vec::new();
     }
@@ -171,6 +207,50 @@ fn collective(form: &Form, num_out: usize, before: &State) -> Vec<[u64; 32]> {
                 let value = product as f64 * 2f64.powi(-48) + c;
                 *result = u64::from((value as f32).to_bits());
             }
+        }
+    }
+    out
+}
+
+/// The first warp's 16 rows of a product whose second operand lies in the shared image as `row_kernel.rs` says.
+/// PTX ISA, figures of "Register Fragments" of `wgmma.mma_async.m64nNk16` and of the canonical layouts.
+fn warpgroup_product(form: &Form, before: &State) -> Vec<[u64; 32]> {
+    let n: usize = if form.opcode.contains("m64n8k16") { 8 } else { 16 };
+    let element = |at: usize| {
+        let bytes = [before.shared[at % 512], before.shared[at % 512 + 1]];
+        i64::try_from(units(u16::from_le_bytes(bytes))).expect("integers of 1/2^24")
+    };
+    let b = |k: usize, column: usize| match n {
+        // 128 bytes a column, the second 32 of them, pieces of 16 exchanged by the column's number.
+        8 => element(128 * column + ((2 + k / 8) ^ column) * 16 + 2 * (k % 8)),
+        _ => element(256 * (column / 8) + 128 * (k / 8) + 16 * (column % 8) + 2 * (k % 8)),
+    };
+    let num_d = n / 2;
+    let half = |bits: u64| i64::try_from(units(bits as u16)).expect("integers of 1/2^24");
+    let mut a = [[0; 16]; 16];
+    for lane in 0..32 {
+        let (group, t) = (lane / 4, lane % 4);
+        for i in 0..8 {
+            let row = if matches!(i, 0 | 1 | 4 | 5) { group } else { group + 8 };
+            let col = if i < 4 { 2 * t + i % 2 } else { 2 * t + i % 2 + 8 };
+            a[row][col] = half(before.slots[num_d + i / 2][lane] >> (16 * (i % 2)));
+        }
+    }
+    let scale = &form.operands[num_d + 5];
+    let scale = match scale.starts_with('%') {
+        true => before.slots[num_d + 4][0],
+        false => number(scale),
+    };
+    let mut out = vec![[0; 32]; num_d];
+    for (i, slot) in out.iter_mut().enumerate() {
+        for (lane, result) in slot.iter_mut().enumerate() {
+            let row = lane / 4 + if i % 4 < 2 { 0 } else { 8 };
+            let column = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+            let product: i128 =
+                (0..16).map(|k| i128::from(a[row][k]) * i128::from(b(k, column))).sum();
+            let d = f64::from(f32::from_bits(before.slots[i][lane] as u32));
+            let value = product as f64 * 2f64.powi(-48) + if scale != 0 { d } else { 0.0 };
+            *result = u64::from((value as f32).to_bits());
         }
     }
     out

@@ -12,13 +12,11 @@
 
 use std::fmt;
 
+use super::Random;
+use super::row_kernel::{IMAGE, RowKernel, target_of};
+use super::row_reference::{self, State};
 use makaira::asm::isa::{Inst, Row};
 use makaira::asm::types::Class;
-use makaira::target::SmArch;
-
-use super::Random;
-use super::row_kernel::{IMAGE, RowKernel};
-use super::row_reference::{self, State};
 
 /// The source of vectors that no card has confirmed.
 pub const COMPUTED: &str = "computed";
@@ -205,10 +203,14 @@ pub fn compute(row: &Row) -> Vectors {
     for _ in 0..if rich { 12 } else { 2 } {
         forms.push((0..8).map(|_| random.next() as u32).collect());
     }
+    if row.text.starts_with("wgmma.mma_async") {
+        // Columns, accumulators / 4 - 1, and the scale: a register, or a constant of either value.
+        forms = vec![vec![8, 0, 0], vec![16, 1, 0], vec![8, 0, 1, 1, 0], vec![16, 1, 1, 0, 0]];
+    }
     let mut cases: Vec<Case> = Vec::new();
     for choices in forms {
         let choices = used_choices(row, &choices);
-        let kernel = RowKernel::new(row, &choices, SmArch::baseline(80));
+        let kernel = RowKernel::new(row, &choices, target_of(row));
         let text = kernel.inst.to_string();
         let is_new = choices.is_empty() || cases.iter().all(|case| case.text != text);
         if kernel.module.verify().is_err() || !is_new {
@@ -216,8 +218,14 @@ pub fn compute(row: &Row) -> Vectors {
         }
         let slots = (0..kernel.inputs.len()).map(|n| inputs(&kernel, n, cases.len(), &mut random));
         let mut before = State { slots: slots.collect(), memory: vec![], shared: vec![] };
-        let has_places = row.access_bytes > 0;
+        let is_product = row.text.starts_with("wgmma.mma_async");
+        let has_places = row.access_bytes > 0 || is_product;
         let mut image = || match has_places {
+            // Small integers: products and sums are exact in any order.
+            true if is_product => (0..IMAGE / 2)
+                .map(|_| half::f16::from_f32(random.below(33) as f32 - 16.0))
+                .flat_map(half::f16::to_le_bytes)
+                .collect(),
             true => (0..IMAGE).map(|_| random.next() as u8).collect(),
             false => vec![0; IMAGE],
         };
@@ -302,11 +310,15 @@ fn inputs(kernel: &RowKernel, slot: usize, round: usize, random: &mut Random) ->
         // Of similar size, so that sums cancel and round.
         _ => (0x3800 + random.below(0x1000) as u16) | (sign(random) as u16) << 15,
     };
+    let is_matrix = matches!(kernel.inst, Inst::Tensor(_) | Inst::Wgmma(_));
+    // A product's scale is the same in all threads.
+    let scale = u64::from(round as u32 % 2);
     std::array::from_fn(|lane| match kernel.inputs[slot] {
+        Class::Pred if is_matrix => scale,
         Class::Pred => u64::from(random.below(2)),
         Class::B16 => half(random).into(),
         Class::B64 => random.next() >> random.pick(&[0, 1, 31, 32, 33, 63]),
-        Class::F32 if matches!(kernel.inst, Inst::Tensor(_)) => {
+        Class::F32 if is_matrix => {
             { (f64::from(random.below(4096)) - 2048.0) as f32 }.to_bits().into()
         }
         Class::F32 => u64::from(match random.below(3) {
@@ -314,7 +326,7 @@ fn inputs(kernel: &RowKernel, slot: usize, round: usize, random: &mut Random) ->
             1 => random.pick(&FLOATS) | sign(random) << 31,
             _ => (0x3f00_0000 + random.below(1 << 24)) | sign(random) << 31,
         }),
-        Class::B32 if matches!(kernel.inst, Inst::Tensor(_)) => {
+        Class::B32 if is_matrix => {
             // Small integers: products and sums are exact in any order.
             let mut integer = || half::f16::from_f32(random.below(33) as f32 - 16.0).to_bits();
             u64::from(integer()) | u64::from(integer()) << 16

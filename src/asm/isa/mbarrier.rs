@@ -24,13 +24,13 @@ isa! {
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, {a}, {n};", ptx(8, 0, 90), Lane, Sync(8), |m, l, i| { let n = m.get(l, i.n)?; barrier(m, l, i.a, BarrierOp::Arrive(n))?; }
     /// Arrives once at a barrier of this CTA.
     mbarrier_arrive_shared_cta_b64 = MbarrierArrive { a: SharedAddr }
-        "mbarrier.arrive.shared::cta.b64 _, {a};", ptx(8, 0, 90), Lane, Sync(8), |m, l, i| { barrier(m, l, i.a, BarrierOp::Arrive(0))?; }
+        "mbarrier.arrive.shared::cta.b64 _, {a};", ptx(7, 8, 80), Lane, Sync(8), |m, l, i| { barrier(m, l, i.a, BarrierOp::Arrive(0))?; }
     /// Arrives once at a barrier of a CTA of the cluster; `a` comes from `mapa`.
     mbarrier_arrive_shared_cluster_b64 = MbarrierArriveCluster { a: SharedAddr }
         "mbarrier.arrive.shared::cluster.b64 _, {a};", ptx(8, 0, 90), Lane, Sync(8), |m, l, i| { barrier(m, l, i.a, BarrierOp::ArriveCluster)?; }
     /// Whether the phase of this parity has completed; may suspend the thread for a while before it says no.
     mbarrier_try_wait_parity_shared_cta_b64 = MbarrierTryWaitParity { d: Out<Pred>, a: SharedAddr, parity: In<B32> }
-        "mbarrier.try_wait.parity.shared::cta.b64 {d}, {a}, {parity};", ptx(8, 0, 90), Lane, Sync(8), |m, l, i| { let parity = m.get(l, i.parity)?; let done = barrier(m, l, i.a, BarrierOp::Test(parity))?; m.set(l, i.d, done); }
+        "mbarrier.try_wait.parity.shared::cta.b64 {d}, {a}, {parity};", ptx(7, 8, 90), Lane, Sync(8), |m, l, i| { let parity = m.get(l, i.parity)?; let done = barrier(m, l, i.a, BarrierOp::Test(parity))?; m.set(l, i.d, done); }
     /// Makes this thread's barrier initialisations visible to the cluster and to asynchronous copies.
     fence_mbarrier_init_release_cluster = FenceMbarrierInit {}
         "fence.mbarrier_init.release.cluster;", ptx(8, 0, 90), Lane, Sync, |m, l, _i| { m.proxy_fence(l, ProxyFence::BarrierInit)?; }

@@ -13,7 +13,7 @@ use std::fmt;
 
 use super::builder::Asm;
 use super::reg::{AnyReg, Label, Param, Place, Role};
-use super::types::Scope;
+use super::types::{Scope, Special};
 use crate::target::{PtxIsa, SmArch};
 
 pub mod alu;
@@ -295,6 +295,16 @@ families!(
 );
 
 impl Inst {
+    /// What the instruction needs: what its row does, or more if an operand is younger.
+    pub fn since(&self) -> Since {
+        match self {
+            Inst::Alu(alu::Alu::MovU32Special(i)) if i.a == Special::ClusterCtarank => {
+                ptx(7, 8, 90)
+            }
+            _ => self.row().since,
+        }
+    }
+
     /// Calls `f` for each register with what is done to it.
     pub fn registers(&self, f: &mut dyn FnMut(AnyReg, Role)) {
         self.operands(&mut |operand| operand.registers(f));

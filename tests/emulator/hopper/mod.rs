@@ -10,7 +10,6 @@ mod patterns;
 mod patterns_cluster;
 mod products;
 
-use makaira::asm::isa::wgmma::WgmmaFence;
 use makaira::asm::reg::{In, Reg, SharedAddr};
 use makaira::asm::types::{B32, B64, Pred, Special};
 use makaira::asm::{Asm, Module};
@@ -33,7 +32,7 @@ pub struct Prelude {
 pub fn module(threads: u32, cluster: u32, emit: impl FnOnce(&mut Asm, Prelude)) -> Module {
     let mut asm = Asm::new();
     asm.cluster = cluster;
-    asm.smem.region("base", 0, 1024);
+    asm.smem.region("base", 16, 1024);
     let [tid, lane, warp, smem] = asm.regs();
     asm.mov_u32_special(tid, Special::TidX);
     asm.mov_u32_special(lane, Special::Laneid);
@@ -86,11 +85,6 @@ pub fn plus(asm: &mut Asm, base: Reg<B32>, bytes: u32) -> Reg<B32> {
     sum
 }
 
-/// A wgmma fence as an instruction to compare with.
-pub fn fence() -> makaira::asm::isa::Inst {
-    WgmmaFence {}.into()
-}
-
 /// A backend with buffers.
 pub struct Device<'a> {
     pub backend: &'a dyn Backend,
@@ -131,15 +125,18 @@ pub struct Pattern {
 /// The data of a run.
 pub struct Case {
     pub args: Vec<Arg>,
+    /// What the grid before this one writes: buffers and their 32-bit words.
+    pub written: Vec<(DevicePtr, usize)>,
     pub result: DevicePtr,
     pub expected: Vec<u32>,
 }
 
 /// What came of a run.
 #[derive(Debug)]
+#[allow(dead_code)] // What differs is for the reports.
 pub enum Outcome {
     Right,
-    Wrong(String),
+    Wrong { word: usize, got: u32, expected: u32 },
     Fault(Box<Fault>),
 }
 
@@ -151,6 +148,9 @@ impl Pattern {
         let kernel = backend.load(module).unwrap_or_else(|e| {
             panic!("{}: {}", self.name, std::error::Error::source(&e).expect("a cause"))
         });
+        for (buffer, words) in &case.written {
+            rewrite(backend, *buffer, *words);
+        }
         let launch = Launch {
             overlap_previous: early,
             ..Launch::new(self.grid, &case.args, Stream::default())
@@ -168,11 +168,32 @@ impl Pattern {
         let differs = got.iter().zip(&case.expected).position(|(got, expected)| got != expected);
         match differs {
             None => Outcome::Right,
-            Some(at) => {
-                Outcome::Wrong(format!("word {at} is {:#x}, not {:#x}", got[at], case.expected[at]))
-            }
+            Some(word) => Outcome::Wrong { word, got: got[word], expected: case.expected[word] },
         }
     }
+}
+
+/// Launches a grid that writes words over themselves.
+fn rewrite(backend: &dyn Backend, buffer: DevicePtr, words: usize) {
+    let program = module(32, 1, |asm, p| {
+        let (param, base, place) = (asm.param_u64("buffer"), asm.reg::<B64>(), asm.reg::<B64>());
+        asm.ld_param_u64(base, param);
+        let cta = asm.reg();
+        asm.mov_u32_special(cta, Special::CtaidX);
+        asm.mad_lo_u32(cta, cta, 32, p.lane);
+        asm.mad_wide_u32(place, cta, 4, base);
+        let word = asm.reg();
+        let inside = asm.test_u32(makaira::asm::types::Cmp::Lt, cta, words as u32);
+        asm.when(inside, |asm| {
+            asm.ld_global_b32(word, place);
+            asm.st_global_b32(place, word);
+        });
+        asm.griddepcontrol_launch_dependents();
+    });
+    let kernel = backend.load(&program).expect("it is sound");
+    let args = [buffer.into()];
+    let launch = Launch::new([words.div_ceil(32) as u32, 1], &args, Stream::default());
+    backend.launch(kernel.as_ref(), &launch).expect("it runs");
 }
 
 /// An emulator whose turns a seed orders.

@@ -154,10 +154,13 @@ pub fn producer_and_consumers() -> Pattern {
                     asm.wgmma_mma_async_m64k16_f32_f16(TOKENS, sums, a, desc, more);
                 }
                 asm.wgmma_commit_group_sync_aligned();
-                // The stage before is read by now; this one is still being multiplied.
-                let keep = u32::from(turn + 1 < TURNS);
-                asm.wgmma_wait_group_sync_aligned(keep);
-                if turn > 0 {
+                let is_last = turn + 1 == TURNS;
+                // The stage before is read by now if it is filled again; this one is still multiplied.
+                let is_refilled = turn > 0 && turn - 1 + STAGES < TURNS;
+                if is_refilled || is_last {
+                    asm.wgmma_wait_group_sync_aligned(u32::from(!is_last));
+                }
+                if is_refilled {
                     asm.bar_warp_sync(-1);
                     let before = empty((turn - 1) % STAGES);
                     asm.when(one, |asm| asm.mbarrier_arrive_shared_cta_b64(before));
@@ -186,7 +189,7 @@ pub fn producer_and_consumers() -> Pattern {
             asm.fence_proxy_async_shared_cta();
             asm.bar_sync_n(1, 128);
             let one = elect_in(asm, p, 0);
-            asm.griddepcontrol_wait();
+            // The consumers know of the grid before by the producer's arrivals after its wait.
             asm.when(one, |asm| {
                 let from = p.smem.at(out.start).within(out);
                 asm.cp_async_bulk_tensor_2d_global_shared(y, zero, zero_too, from);
@@ -218,15 +221,16 @@ pub fn producer_and_consumers() -> Pattern {
             })
         };
         let result = device.alloc(rows * 64 * 2);
-        let args =
-            vec![device.upload(&weights).into(), tile(device.upload(&x), k), tile(result, 64)];
+        let tokens = device.upload(&x);
+        let args = vec![device.upload(&weights).into(), tile(tokens, k), tile(result, 64)];
+        let written = vec![(tokens, x.len() / 2)];
         let value = |row: usize, channel: usize| -> f16 {
             let products = (0..k).map(|i| x[row * k + i].to_f64() * a[channel * k + i].to_f64());
             f16::from_f64(products.sum())
         };
         let expected: Vec<f16> = (0..rows * 64).map(|n| value(n / 64, n % 64)).collect();
         let expected = bytemuck::cast_slice::<f16, u32>(&expected).to_vec();
-        Case { args, result, expected }
+        Case { args, written, result, expected }
     };
     Pattern { name: "producer and consumers", module, grid: [1, 1], setup: Box::new(setup) }
 }
@@ -303,7 +307,8 @@ pub fn private_rings() -> Pattern {
         }
         let value = |n: usize| rows[mma_m16n8k16::c(n as u32 / 4, n as u32 % 4).0 as usize];
         let expected = (0..128).map(|n| value(n).to_bits()).collect();
-        Case { args: vec![device.upload(&input).into(), result.into()], result, expected }
+        let args = vec![device.upload(&input).into(), result.into()];
+        Case { args, written: vec![(result, 128)], result, expected }
     };
     Pattern { name: "private rings", module, grid: [1, 1], setup: Box::new(setup) }
 }
