@@ -110,8 +110,6 @@ pub fn build(config: &Config, target: SmArch) -> Module {
     let (thread, arithmetic, rows) = a.section("who is who", |a| {
         let lane = a.reg();
         a.and_b32(lane, warp.tid, 31);
-        // What the lane that is in charge did to the barriers is known to the others from here on.
-        a.bar_warp_sync(0xffff_ffffu32);
         let [row_begin, num_rows] = emit_row_tile(a, config, &params);
         let thread = Thread { tid: warp.tid, lane, warp: warp.warp, row_begin, num_rows };
         let arithmetic = emit_arithmetic(a, config, &warp, lane);
@@ -129,8 +127,10 @@ pub fn build(config: &Config, target: SmArch) -> Module {
     // Nobody but this warp reads its weights, and it has read them.
     kernel.weights.emit_fill(&mut a, &stripe, &next);
     if layout.sums_apart {
-        // The team has finished with the activations.
-        a.section("next segment", |a| kernel.rows.emit_barrier(a));
+        // The team has finished with the activations; a team of one has met in the middle of its last run.
+        if config.warps_n > 1 {
+            a.section("next segment", |a| kernel.rows.emit_barrier(a));
+        }
         kernel.rows.emit_fill(&mut a, &next, kernel.weights.num_runs);
     }
     let epilogue = Epilogue {

@@ -216,7 +216,8 @@ impl<'a> WeightRing<'a> {
         }
     }
 
-    /// Waits until a slot's weights are there.
+    /// Waits until a slot's weights are there. What the elected lane did to the barriers must be known: the
+    /// team has met since.
     pub(super) fn emit_wait(&self, a: &mut Asm, slot: u32) {
         let parity = self.parities[slot as usize];
         let again = a.label("again");
