@@ -323,9 +323,8 @@ fn choices_of_hoppers_families_assemble_and_are_woven() {
     }
     let work: Vec<Config> = work.into_iter().collect();
     assert!(work.len() > 40, "only {}", work.len());
-    let found = on_all_processors(&work, |config| {
-        complaints(&ptxas, Some(&nvdisasm), config, device.arch)
-    });
+    let found =
+        on_all_processors(&work, |config| complaints(&ptxas, Some(&nvdisasm), config, device.arch));
     report(&found, work.len());
 }
 

@@ -123,7 +123,13 @@ pub fn build(config: &Config, target: SmArch) -> Module {
     let next_segment = a.label("segment");
     a.bind(next_segment);
     let acc = kernel.emit_main_loop(&mut a);
-    let next = a.section("next segment", |a| stripe.emit_next(a, &segment));
+    let (next, more) = a.section("next segment", |a| {
+        let next = stripe.emit_next(a, &segment);
+        let more = a.test_u32(Cmp::Ne, next.end, 0);
+        (next, more)
+    });
+    let last = a.label("last_segment");
+    a.unless(more, |a| a.bra(last));
     // Nobody but this warp reads its weights, and it has read them.
     kernel.weights.emit_fill(&mut a, &stripe, &next);
     if layout.sums_apart {
@@ -133,6 +139,7 @@ pub fn build(config: &Config, target: SmArch) -> Module {
         }
         kernel.rows.emit_fill(&mut a, &next, kernel.weights.num_runs);
     }
+    a.bind(last);
     let epilogue = Epilogue {
         config,
         params: &params,
@@ -144,14 +151,17 @@ pub fn build(config: &Config, target: SmArch) -> Module {
     // Sums on the activations lie where any team may still read; sums in a place of their own were read
     // before the last epilogue's last barrier.
     epilogue.emit(&mut a, &acc, layout.sums_apart);
+    let end = a.label("end");
+    a.section("next segment", |a| {
+        let more = segment.emit_become(a, &next);
+        a.unless(more, |a| a.bra(end));
+    });
     if !layout.sums_apart {
         kernel.rows.emit_fill(&mut a, &next, kernel.weights.num_runs);
     }
-    a.section("next segment", |a| {
-        let more = segment.emit_become(a, &next);
-        a.when(more, |a| a.bra(next_segment));
-        a.exit();
-    });
+    a.bra(next_segment);
+    a.bind(end);
+    a.exit();
     // Two generations share an SM if they can without spills.
     let spec = target.spec().expect("a legal target is in the table");
     let both = 2 * config.ctas_per_sm;
@@ -209,6 +219,7 @@ impl Sm90<'_> {
                 a.when(finished, |a| a.bra(done));
                 self.rows.emit_wait(a);
                 self.rows.emit_request(a, run, num_runs);
+                self.weights.emit_launch_dependents(a);
                 let slot = run % self.config.stages;
                 self.weights.emit_wait(a, slot);
                 let weights = self.weights.slots[slot as usize].codes;

@@ -228,15 +228,19 @@ impl<'a> WeightRing<'a> {
         a.xor_b32(parity, parity, 1);
     }
 
+    /// Lets the next grid begin if this warp has asked for all its weights.
+    pub(super) fn emit_launch_dependents(&self, a: &mut Asm) {
+        let quiet = a.test_u32(Cmp::Le, self.num_runs, self.quiet_at);
+        a.when(quiet, |a| a.griddepcontrol_launch_dependents());
+    }
+
     /// Asks for the run `stages` after this one, the loop's number `run`, if there is one, into the slot that
-    /// the warp has read; else the next grid may begin.
+    /// the warp has read.
     pub(super) fn emit_request(&self, a: &mut Asm, slot: u32, run: u32) {
         let asked = a.label("asked");
         a.bar_warp_sync(0xffff_ffffu32);
         let more = a.test_u32(Cmp::Gt, self.num_runs, self.config.stages);
-        let quiet = a.test_u32(Cmp::Le, self.num_runs, self.quiet_at);
         a.and_pred(more, more, self.elected);
-        a.when(quiet, |a| a.griddepcontrol_launch_dependents());
         a.unless(more, |a| a.bra(asked));
         self.emit_copy(a, slot, run);
         a.bind(asked);
