@@ -129,7 +129,7 @@ impl Work {
         let row_tiles = f64::from(config.tile_m.div_ceil(8));
         let (per_word, bias) = match config.conversion {
             Conversion::Value => (9.0, 0.0),
-            Conversion::Subnormal => (5.0, 7.0 * row_tiles),
+            Conversion::Subnormal => (5.0, 5.0 * row_tiles),
         };
         let bias_mma = if bias > 0.0 { 4.0 * row_tiles } else { 0.0 };
         let conversion = 8.0 * tiles * per_word + bias;

@@ -85,7 +85,7 @@ pub(super) struct Geometry {
     pub(super) rows_bytes: u32,
     /// 8-row tiles of the batch.
     pub(super) row_tiles: u32,
-    /// k16 steps of one `ldmatrix.x4`: 1 with two row tiles, 2 with one.
+    /// k16 steps of one `ldmatrix.x4`: 1 of two row tiles, or 2 of one.
     pub(super) steps_per_load: u32,
     /// Groups in a run, at least 1.
     pub(super) groups_per_run: u32,
@@ -103,7 +103,11 @@ impl Geometry {
             warp_bytes: config.tiles_per_warp() * tile_bytes,
             rows_bytes: config.tile_m * ROW_BYTES,
             row_tiles: config.tile_m.div_ceil(8),
-            steps_per_load: if config.tile_m > 8 { 1 } else { 2 },
+            // For bare codes a load is also what one mma adds up: one row tile.
+            steps_per_load: match config.conversion {
+                Conversion::Value if config.tile_m > 8 => 1,
+                _ => 2,
+            },
             groups_per_run: scale_rows.max(1),
         }
     }
