@@ -66,11 +66,11 @@ pub fn check(config: &Config, target: SmArch) -> Result<(), Illegal> {
     if config.num_warps() > 16 {
         return illegal(format!("{} warps, at most 16 fit their registers", config.num_warps()));
     }
-    if ![1, 2, 4].contains(&config.tiles_per_warp())
+    if ![1, 2, 4, 8].contains(&config.tiles_per_warp())
         || config.tile_n != 16 * config.tiles_per_warp() * config.warps_n
     {
         return illegal(format!(
-            "tile_n {} over {} warps: a warp owns 16, 32 or 64 channels",
+            "tile_n {} over {} warps: a warp owns 16, 32, 64 or 128 channels",
             config.tile_n, config.warps_n
         ));
     }

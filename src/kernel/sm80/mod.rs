@@ -313,8 +313,8 @@ impl super::KernelFamily for Sm80Family {
         if !config.warps_n.is_power_of_two() {
             return Some(format!("{} warps side by side, not a power of two", config.warps_n));
         }
-        if config.tiles_per_warp() == 1 {
-            return Some("a warp owns 16 channels, at least 32 are worth their ldmatrix".into());
+        if ![2, 4].contains(&config.tiles_per_warp()) {
+            return Some(format!("a warp owns {} tiles, not 2 or 4", config.tiles_per_warp()));
         }
         (config.conversion == Conversion::Subnormal && config.tile_m > 16)
             .then(|| format!("subnormal codes for {} rows, up to 16 gain by them", config.tile_m))

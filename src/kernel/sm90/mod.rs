@@ -225,8 +225,8 @@ impl Sm90<'_> {
                 let weights = self.weights.slots[slot as usize].codes;
                 let rows = self.rows.slots[run as usize];
                 let mut parts = self.arithmetic.emit_pairs(a, weights, rows, &acc);
-                // All loads come before the middle, where the slot is asked for anew.
-                let mut second = parts.split_off(parts.len() / 2);
+                // All loads come before the last pair's arithmetic, where the slot is asked for anew.
+                let mut second = parts.split_off(parts.len().saturating_sub(2).max(1));
                 let loads = second.iter_mut().map(|part| std::mem::take(&mut part.loads));
                 let loads =
                     loads.map(|loads| Part { loads, ..Part::default() }).collect::<Vec<_>>();

@@ -77,8 +77,8 @@ pub(super) struct WeightRing<'a> {
     pub(super) num_runs: Reg<B32>,
     /// When no more than so many runs are left, this warp has requested all its weights.
     quiet_at: Reg<B32>,
-    /// Global address of the weights that the loop's first run asks for.
-    from: Reg<B64>,
+    /// Global address of the weights that the loop's first run asks for, by chunk column of the warp.
+    from: Vec<Reg<B64>>,
 }
 
 impl<'a> WeightRing<'a> {
@@ -127,7 +127,7 @@ impl<'a> WeightRing<'a> {
             slots,
             num_runs: a.reg(),
             quiet_at: a.reg(),
-            from: a.reg(),
+            from: (0..config.tiles_per_warp().div_ceil(4)).map(|_| a.reg()).collect(),
         };
         a.section("barriers", |a| {
             if let Some(policy) = policy {
@@ -180,24 +180,29 @@ impl<'a> WeightRing<'a> {
         a.sub_u32(self.num_runs, segment.end, first);
         a.add_u32(self.num_runs, self.num_runs, config.warps_k - 1);
         a.shr_u32(self.num_runs, self.num_runs, config.warps_k.ilog2());
-        // The warp's channels begin in chunk column `column`, some tiles into the chunk.
+        // The warp's channels begin in some chunk column, some tiles into the chunk, or are those of two columns.
         let chunk_bytes = 4 * geometry.tile_bytes;
         let num_columns = load_u32(a, self.params.num_chunk_columns);
         let b_ptr = load_u64(a, self.params.b_ptr);
-        let [warp_column, column, run] = a.regs();
+        let [warp_column, last_column] = a.regs();
         a.mad_lo_u32(warp_column, segment.tile, config.warps_n, self.warp_n);
-        let warps_per_chunk = CHUNK_CHANNELS as u32 / 16 / config.tiles_per_warp();
-        a.shr_u32(column, warp_column, warps_per_chunk.ilog2());
         // A tile may reach past the last column: those warps read the last one and write nothing.
-        let last_column = a.reg();
         a.sub_u32(last_column, num_columns, 1);
-        a.min_u32(column, column, last_column);
-        a.mad_lo_u32(run, column, segment.k_tiles, first);
-        a.mad_wide_u32(self.from, run, chunk_bytes, b_ptr);
-        if warps_per_chunk > 1 {
-            let part = a.reg();
-            a.and_b32(part, warp_column, warps_per_chunk - 1);
-            a.mad_wide_u32(self.from, part, geometry.warp_bytes, self.from);
+        let warps_per_chunk = CHUNK_CHANNELS as u32 / 16 / config.tiles_per_warp();
+        for (idx, from) in self.from.iter().enumerate() {
+            let [column, run] = a.regs();
+            match warps_per_chunk {
+                0 => a.mad_lo_u32(column, warp_column, self.from.len() as u32, idx as u32),
+                _ => a.shr_u32(column, warp_column, warps_per_chunk.ilog2()),
+            }
+            a.min_u32(column, column, last_column);
+            a.mad_lo_u32(run, column, segment.k_tiles, first);
+            a.mad_wide_u32(*from, run, chunk_bytes, b_ptr);
+            if warps_per_chunk > 1 {
+                let part = a.reg();
+                a.and_b32(part, warp_column, warps_per_chunk - 1);
+                a.mad_wide_u32(*from, part, geometry.warp_bytes, *from);
+            }
         }
     }
 
@@ -206,13 +211,16 @@ impl<'a> WeightRing<'a> {
         let Slot { codes, .. } = self.slots[slot as usize];
         let (bytes, barrier) = (self.geometry.warp_bytes, self.barrier(slot));
         a.mbarrier_arrive_expect_tx_shared_cta_b64(barrier, bytes);
-        let to = self.weights.at(codes.start).within(codes);
-        let from = self.from.at((ahead * self.step()) as i32);
-        match self.policy {
-            Some(policy) => {
-                a.cp_async_bulk_shared_global_hint(to, from, bytes, barrier, policy);
+        let piece = bytes / self.from.len() as u32;
+        for (idx, from) in self.from.iter().enumerate() {
+            let to = self.weights.at(codes.start + idx as u32 * piece).within(codes);
+            let from = from.at((ahead * self.step()) as i32);
+            match self.policy {
+                Some(policy) => {
+                    a.cp_async_bulk_shared_global_hint(to, from, piece, barrier, policy);
+                }
+                None => a.cp_async_bulk_shared_global(to, from, piece, barrier),
             }
-            None => a.cp_async_bulk_shared_global(to, from, bytes, barrier),
         }
     }
 
@@ -248,6 +256,8 @@ impl<'a> WeightRing<'a> {
 
     /// Moves on by some runs.
     pub(super) fn emit_advance(&self, a: &mut Asm, runs: u32) {
-        a.add_u64(self.from, self.from, u64::from(runs * self.step()));
+        for from in &self.from {
+            a.add_u64(*from, *from, u64::from(runs * self.step()));
+        }
     }
 }
