@@ -276,7 +276,14 @@ impl super::KernelFamily for Sm90Family {
             [(2, 8), (3, 2), (3, 4), (4, 1), (4, 2)],
             [(4, 4), (5, 2), (7, 1), (7, 2), (8, 1)],
         ];
-        let tiles_and_ctas = [(2, 1), (2, 2), (4, 1), (4, 2)];
+        let mut tiles_and_ctas = vec![(2, 1), (2, 2), (4, 1), (4, 2)];
+        match problem.m {
+            // One row: mma are cheap.
+            ..=1 => tiles_and_ctas.push((1, 1)),
+            2..=8 => {}
+            // The batch's fragments and sums are dear.
+            _ => tiles_and_ctas.push((8, 1)),
+        }
         let mut variants = vec![(Conversion::Value, Scaling::Promote)];
         let format = format_by_name(problem.format);
         if format.is_some_and(|format| format.subnormal().is_some()) {
