@@ -74,6 +74,12 @@ impl Stripe {
         a.sub_u32(self.left, self.left, end);
         Segment { tile, begin, end, ..*segment }
     }
+
+    /// Emits one value if nothing is left after the newest segment and another if something is.
+    pub fn emit_by_rest(&self, a: &mut Asm, value: Reg<B32>, nothing: u32, something: u32) {
+        let last = a.test_u32(Cmp::Eq, self.left, 0);
+        a.selp_b32(value, nothing, something, last);
+    }
 }
 
 impl Segment {

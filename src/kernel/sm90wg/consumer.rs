@@ -15,7 +15,7 @@ use crate::asm::reg::{Label, Reg, RegRange};
 use crate::asm::types::{B16, B32, B64, Cmp, F32, Pred};
 use crate::kernel::epilogue::Accumulators;
 use crate::kernel::problem::Scaling;
-use crate::kernel::sm80::run::emit_scale_fragment;
+use crate::kernel::stream::emit_scale_fragment;
 use crate::kernel::stripe::{Segment, Stripe};
 use crate::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES};
 

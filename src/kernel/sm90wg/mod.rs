@@ -22,8 +22,9 @@ mod output;
 mod supply;
 
 use self::supply::Supply;
+use super::Work;
 use super::params::{Arguments, Params, load_u32, magic};
-use super::problem::{Config, Reduction, Rows, Scaling};
+use super::problem::{Config, Conversion, Problem, Reduction, Rows, Scaling};
 use super::stripe::{Segment, emit_stripe};
 use crate::asm::reg::{Param, Reg, Region};
 use crate::asm::types::{B32, Cmp, Pred, Special};
@@ -292,42 +293,59 @@ impl super::KernelFamily for Sm90WgFamily {
         smem_bytes(config)
     }
 
-    fn check(&self, config: &Config) -> Result<(), String> {
+    fn broken_rule(&self, config: &Config) -> Option<String> {
         if !config.tile_m.is_multiple_of(8) || !(8..=256).contains(&config.tile_m) {
-            return Err(format!(
+            return Some(format!(
                 "tile_m is {}, a multiple of 8 up to 256 is wanted",
                 config.tile_m
             ));
         }
         if !config.warps_n.is_multiple_of(4) || ![1, 2].contains(&config.tiles_per_warp()) {
-            return Err(format!(
+            return Some(format!(
                 "tile_n {} over {} warps: warpgroups own 64 or 128 channels",
                 config.tile_n, config.warps_n
             ));
         }
         if config.warps_k > 1 && !config.warps_n.is_power_of_two() {
-            return Err(format!(
+            return Some(format!(
                 "{} teams of {} warps: a power of two",
                 config.warps_k, config.warps_n
             ));
         }
         if ![1, 2, 4].contains(&config.warps_k) || config.num_warps() > 16 {
-            return Err(format!(
+            return Some(format!(
                 "{} x {} warps: at most 16, in 1, 2 or 4 teams",
                 config.warps_n, config.warps_k
             ));
         }
         if config.rows == Rows::Element || config.reduction != Reduction::F32 {
-            return Err("rows by elements and in-place reduction are left to family sm80".into());
+            return Some("rows by elements and in-place reduction are left to family sm80".into());
+        }
+        if config.conversion != Conversion::Value {
+            return Some(
+                "subnormal codes want the sums of the batch, which no warp has here".into(),
+            );
         }
         if config.scaling == Scaling::Promote
             && !matches!(config.group, Group::PerColumn | Group::Size(128))
         {
-            return Err(
-                "sums are promoted once in 128 inputs: smaller groups scale fragments".into()
+            return Some(
+                "sums are promoted once in 128 inputs: smaller groups scale fragments".into(),
             );
         }
-        Ok(())
+        None
+    }
+
+    fn candidates(&self, problem: &Problem) -> Vec<Vec<Config>> {
+        Vec::new()
+    }
+
+    fn work(&self, config: &Config) -> Work {
+        Work { instructions: 0.0, mma: 0.0 }
+    }
+
+    fn runs_in_flight(&self, config: &Config) -> u32 {
+        (config.stages - 1) * config.runs_per_stage
     }
 
     fn registers_needed(&self, _config: &Config) -> u32 {
