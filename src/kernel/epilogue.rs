@@ -48,7 +48,8 @@ fn sums_pitch(config: &Config) -> u32 {
 fn warp_sums_bytes(config: &Config) -> u32 {
     let floats = config.tile_m * sums_pitch(config);
     // Eight threads read four items of one warp and four of the next: half the banks apart.
-    let apart = if config.tiles_per_warp() == 1 { floats.next_multiple_of(16) | 16 } else { floats };
+    let apart =
+        if config.tiles_per_warp() == 1 { floats.next_multiple_of(16) | 16 } else { floats };
     4 * apart
 }
 
