@@ -217,8 +217,7 @@ impl Sm90<'_> {
             a.section(&format!("main loop, run {run}"), |a| {
                 let finished = a.test_u32(Cmp::Eq, num_runs, 0);
                 a.when(finished, |a| a.bra(done));
-                self.rows.emit_wait(a);
-                self.rows.emit_request(a, run, num_runs);
+                self.rows.emit_begin_run(a, run, num_runs);
                 self.weights.emit_launch_dependents(a);
                 let slot = run % self.config.stages;
                 self.weights.emit_wait(a, slot);
@@ -232,6 +231,7 @@ impl Sm90<'_> {
                     loads.map(|loads| Part { loads, ..Part::default() }).collect::<Vec<_>>();
                 emit_woven(a, parts.into_iter().chain(loads));
                 self.weights.emit_request(a, slot, run);
+                self.rows.emit_middle(a, run, num_runs);
                 emit_woven(a, second);
                 a.sub_u32(num_runs, num_runs, 1);
             });
