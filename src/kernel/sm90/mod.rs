@@ -171,11 +171,15 @@ pub fn build(config: &Config, target: SmArch) -> Module {
 }
 
 /// Fitted to what the assembler needs without spills: accumulators, a pair's sums, the batch's fragments, the
-/// words of a pair, a pointer a copy of rows, addresses.
+/// words of a pair, pointers, addresses; with several groups a run what the sums of each begin with.
 fn registers_needed(config: &Config) -> u32 {
     let (tiles, row_tiles) = (config.tiles_per_warp(), config.tile_m.div_ceil(8));
     let copies = config.tile_m.div_ceil(2 * config.warps_n);
-    4 * tiles * row_tiles + 20 * row_tiles + 2 * tiles + 2 * copies + 40
+    let more_groups = Geometry::new(config).groups_per_run - 1;
+    let constants = if config.conversion == Conversion::Value { 2 } else { 0 };
+    let cut_rows = if config.rows == Rows::Whole { 0 } else { 4 };
+    let sums = 4 * tiles * row_tiles + (20 + 4 * more_groups) * row_tiles;
+    sums + 2 * tiles + copies + constants + cut_rows + 40
 }
 
 /// The addresses and constants of a warp's arithmetic.
