@@ -16,7 +16,7 @@ pub mod stripe;
 
 pub use cost::Work;
 pub use params::Arguments;
-pub use problem::{Config, Conversion, Plan, Problem, Reduction, Rows, Scaling};
+pub use problem::{Config, Conversion, Plan, Problem, Reduction, Rows, Scaling, Start};
 
 use crate::asm::Module;
 use crate::target::SmArch;

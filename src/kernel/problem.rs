@@ -79,6 +79,17 @@ pub enum Conversion {
     Subnormal,
 }
 
+/// How a kernel's stream of weights begins, where the family has a choice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Start {
+    /// All slots of the ring are requested at once.
+    Full,
+    /// Half of them, the others when the first has arrived: the first bytes wait for fewer others.
+    Ramped,
+    /// All of them, and as much again is brought into L2: for grids that begin early.
+    Prefetched,
+}
+
 /// How CTAs that share a tile add up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Reduction {
@@ -111,6 +122,8 @@ pub struct Config {
     pub stages: u32,
     /// CTAs that share an SM.
     pub ctas_per_sm: u32,
+    /// How the stream of weights begins.
+    pub start: Start,
     /// How codes become fragments.
     pub conversion: Conversion,
     /// Where the group scale is applied.
@@ -161,6 +174,11 @@ impl fmt::Display for Config {
             Group::Size(size) => write!(f, "g{size}")?,
         }
         write!(f, "_w{}_s{}_c{}", self.warps_n, self.stages, self.ctas_per_sm)?;
+        match self.start {
+            Start::Full => {}
+            Start::Ramped => write!(f, "_sr")?,
+            Start::Prefetched => write!(f, "_sp")?,
+        }
         if self.conversion == Conversion::Subnormal {
             write!(f, "_sn")?;
         }
@@ -241,6 +259,7 @@ impl FromStr for Config {
             warps_k: tile_k / 128,
             stages,
             ctas_per_sm,
+            start: Start::Full,
             conversion: Conversion::Value,
             scaling: Scaling::Promote,
             reduction: Reduction::F32,
@@ -249,13 +268,15 @@ impl FromStr for Config {
         };
         for flag in fields {
             match flag {
+                "sr" => config.start = Start::Ramped,
+                "sp" => config.start = Start::Prefetched,
                 "sn" => config.conversion = Conversion::Subnormal,
                 "fs" => config.scaling = Scaling::Fragment,
                 "r16" => config.reduction = Reduction::F16InPlace,
                 "kt" => config.rows = Rows::Vector,
                 "el" => config.rows = Rows::Element,
                 "ef" => config.evict_first = true,
-                _ => return Err(error("a flag is none of sn, fs, r16, kt, el, ef")),
+                _ => return Err(error("a flag is none of sr, sp, sn, fs, r16, kt, el, ef")),
             }
         }
         // One spelling per configuration.

@@ -12,7 +12,7 @@ pub(super) use bias::Bias;
 pub(super) use run::{Arithmetic, Part, emit_rows_lane, emit_woven};
 
 use super::params::{Params, load_u32};
-use super::problem::{Config, Conversion, Problem, Reduction, Scaling};
+use super::problem::{Config, Conversion, Problem, Reduction, Scaling, Start};
 use super::select::tile_m_for;
 use crate::asm::Asm;
 use crate::asm::reg::Reg;
@@ -61,6 +61,7 @@ pub(super) fn candidates(
                     warps_k,
                     stages,
                     ctas_per_sm,
+                    start: Start::Full,
                     conversion,
                     scaling,
                     reduction: Reduction::F32,
