@@ -17,7 +17,7 @@ pub mod stripe;
 
 pub use cost::{Cost, Work};
 pub use params::Arguments;
-pub use problem::{Config, Conversion, Plan, Problem, Reduction, Rows, Scaling};
+pub use problem::{Config, Conversion, Plan, Problem, Reduction, Rows, Scaling, Start};
 
 use crate::asm::Module;
 use crate::backend::ArgList;

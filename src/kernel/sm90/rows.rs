@@ -2,14 +2,14 @@
 //!
 //! A slot's copies are one group. A slot is refilled after the team has met, which says both that all its
 //! copies into the next slot are complete and that all its reads of this one are over: at the beginning of the
-//! next run, but by a team of one warp in the middle of this one, where it has met by itself. Every copy of a
+//! next run, but by a team of one warp in this one, which begins with its reads. Every copy of a
 //! lane has a pointer of its own, so that the runs of the unrolled loop differ by constants.
 //! Source: PTX ISA, "Data Movement and Conversion Instructions: Asynchronous Copy".
 
 use super::weights::Warp;
-use crate::asm::Asm;
 use crate::asm::reg::{Imm, Reg, Region};
 use crate::asm::types::{B32, B64, Cmp, Pred};
+use crate::asm::{Asm, Stream};
 use crate::kernel::epilogue::Thread;
 use crate::kernel::params::{Params, load_u32, load_u64};
 use crate::kernel::problem::{Config, Rows};
@@ -120,21 +120,26 @@ impl<'a> RowRing<'a> {
     }
 
     /// Waits until the oldest slot's activations are there for the whole team, and until the team has finished
-    /// with the slot before; then asks for the activations of the newest run in the ring, in the loop's run
-    /// number `run`.
-    pub(super) fn emit_begin_run(&self, a: &mut Asm, run: u32, num_runs: Reg<B32>) {
+    /// with the slot before, then refills that; a team of one warp refills the oldest slot itself, as soon as
+    /// it has read it. `run` is the number of the run in the loop. What of `loads`, those of the batch, is not
+    /// done yet.
+    pub(super) fn emit_begin_run(
+        &self,
+        a: &mut Asm,
+        run: u32,
+        num_runs: Reg<B32>,
+        loads: Stream,
+    ) -> Stream {
         a.cp_async_wait_group(Imm(self.ahead() - 1));
         self.emit_barrier(a);
-        if !self.is_alone() {
-            self.emit_request(a, run, num_runs);
-        }
-    }
-
-    /// What a team of one warp does when it has read its slot and met: it asks for the next run in it.
-    pub(super) fn emit_middle(&self, a: &mut Asm, run: u32, num_runs: Reg<B32>) {
         if self.is_alone() {
+            a.append(loads);
+            self.emit_barrier(a);
             self.emit_request(a, run, num_runs);
+            return Stream::new();
         }
+        self.emit_request(a, run, num_runs);
+        loads
     }
 
     fn emit_request(&self, a: &mut Asm, run: u32, num_runs: Reg<B32>) {

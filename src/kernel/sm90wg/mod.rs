@@ -25,7 +25,7 @@ mod supply;
 use self::supply::Supply;
 use super::cost::{Cost, Work};
 use super::params::{Arguments, Params, load_u32, magic};
-use super::problem::{Config, Conversion, Problem, Reduction, Rows, Scaling};
+use super::problem::{Config, Conversion, Problem, Reduction, Rows, Scaling, Start};
 use super::stripe::{Segment, emit_stripe};
 use crate::asm::reg::{Param, Reg, Region};
 use crate::asm::types::{B32, Cmp, Pred, Special};
@@ -326,6 +326,9 @@ impl super::KernelFamily for Sm90WgFamily {
         }
         if config.rows == Rows::Element || config.reduction != Reduction::F32 {
             return Some("rows by elements and in-place reduction are left to family sm80".into());
+        }
+        if config.start != Start::Full || config.evict_first {
+            return Some("other starts and the L2 policy are for the other families".into());
         }
         if config.conversion != Conversion::Value {
             return Some(

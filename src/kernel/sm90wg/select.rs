@@ -8,7 +8,7 @@
 
 use super::Geometry;
 use crate::kernel::cost::{Cost, Tiling, Work};
-use crate::kernel::problem::{Config, Conversion, Problem, Reduction, Rows, Scaling};
+use crate::kernel::problem::{Config, Conversion, Problem, Reduction, Rows, Scaling, Start};
 use crate::target::DeviceSpec;
 use crate::weights::Group;
 
@@ -82,6 +82,7 @@ pub(super) fn candidates(problem: &Problem) -> Vec<Vec<Config>> {
                         stages,
                         runs_per_stage,
                         ctas_per_sm,
+                        start: Start::Full,
                         conversion: Conversion::Value,
                         scaling,
                         reduction: Reduction::F32,
