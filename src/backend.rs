@@ -79,9 +79,9 @@ pub struct Enqueue {
     ///
     /// Off by default, because only the caller knows the kernel before: whoever packs weights by a kernel
     /// of his own would read them half-written. Copies, fills, events and everything else that is no kernel
-    /// are waited for in any case. Capture into a graph keeps the permission. Where the device (before
-    /// Hopper), the driver (before CUDA 11.8) or the kernel family (`sm80`) has no early launch, it is
-    /// ignored.
+    /// are waited for in any case. Capture into a graph keeps the permission. It is ignored where the device
+    /// (before Hopper), the driver (before CUDA 11.8) or the kernel (one that waits for nobody) has no early
+    /// launch.
     pub overlap_previous: bool,
 }
 
@@ -110,6 +110,45 @@ impl Arg {
             Arg::U64(_) => 8,
             Arg::TensorMap(_) => TensorMap::PARAM_BYTES,
         }
+    }
+}
+
+/// The arguments of a launch, collected without an allocation.
+#[derive(Clone, Copy, Debug)]
+pub struct ArgList {
+    args: [Arg; Self::ROOM],
+    len: usize,
+}
+
+impl ArgList {
+    /// Most arguments of a list.
+    pub const ROOM: usize = 32;
+
+    /// The first arguments.
+    ///
+    /// # Panics
+    /// If there are more than [`ArgList::ROOM`]: a bug in the kernel's host side.
+    pub fn new(first: &[Arg]) -> Self {
+        let mut list = Self { args: [Arg::U32(0); Self::ROOM], len: 0 };
+        first.iter().for_each(|arg| list.push(*arg));
+        list
+    }
+
+    /// Appends one.
+    ///
+    /// # Panics
+    /// Beyond [`ArgList::ROOM`]: a bug in the kernel's host side.
+    pub fn push(&mut self, arg: Arg) {
+        self.args[self.len] = arg;
+        self.len += 1;
+    }
+}
+
+impl std::ops::Deref for ArgList {
+    type Target = [Arg];
+
+    fn deref(&self) -> &[Arg] {
+        &self.args[..self.len]
     }
 }
 
@@ -284,4 +323,35 @@ pub trait Backend: Send + Sync {
     /// # Errors
     /// If that work failed.
     fn synchronize(&self, stream: Stream) -> Result<(), Error>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_has_what_was_put_in_and_no_more() {
+        let mut list = ArgList::new(&[Arg::U32(1), Arg::U64(2)]);
+        list.push(Arg::U32(3));
+        assert_eq!(*list, [Arg::U32(1), Arg::U64(2), Arg::U32(3)]);
+        let bytes: Vec<u32> = list.iter().map(Arg::bytes).collect();
+        assert_eq!(bytes, [4, 8, 4]);
+        assert!(ArgList::new(&[]).is_empty());
+    }
+
+    #[test]
+    fn a_stream_is_in_plain_order_unless_it_is_early() {
+        let stream = Stream(7);
+        assert_eq!(Enqueue::from(stream), Enqueue { stream, overlap_previous: false });
+        assert_eq!(stream.early(), Enqueue { stream, overlap_previous: true });
+        assert!(!Launch::new([1, 1], &[], stream).overlap_previous);
+    }
+
+    #[test]
+    fn grids_are_whole_clusters() {
+        assert_eq!(ClusterError::check("k", 1, [7, 1]), Ok(()));
+        assert_eq!(ClusterError::check("k", 4, [8, 3]), Ok(()));
+        let error = ClusterError::check("k", 4, [6, 4]).expect_err("one and a half");
+        assert!(error.to_string().starts_with("k launched with 6 CTAs along x"), "{error}");
+    }
 }

@@ -17,7 +17,7 @@ mod tuning;
 use std::collections::HashMap;
 use std::sync::{Arc, RwLock};
 
-use crate::backend::{self, Backend, Enqueue, Kernel, Launch, Stream};
+use crate::backend::{self, ArgList, Backend, Enqueue, Kernel, Launch, Stream};
 use crate::jit::TuneStore;
 use crate::kernel::select::{self, Choice, MAX_ROW_STRIDE_BYTES, step};
 use crate::kernel::{Config, Problem, Rows};
@@ -327,8 +327,8 @@ impl Gemm {
                 });
             }
             let args = arguments(&plan, &config, problem, a, weight, c, workspace);
-            let mut list = args.list().to_vec();
-            list.extend(select::family_of(&config).extra_arguments(&config, &args));
+            let mut list = ArgList::new(&args.list());
+            select::family_of(&config).extra_arguments(&config, &args, &mut list);
             let launch = Launch { grid: plan.grid, args: &list, stream, overlap_previous };
             self.backend.launch(&*prepared.kernel, &launch)?;
         }

@@ -13,7 +13,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::oracle::{Nvdisasm, Ptxas, Sass};
-use makaira::kernel::{Config, Problem, Rows, select};
+use makaira::asm::Module;
+use makaira::kernel::{Config, Conversion, Problem, Rows, select};
 use makaira::target::{DeviceSpec, PtxIsa, SmArch};
 use makaira::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES, TILE_K};
 
@@ -135,11 +136,19 @@ fn complaints(
     if let Some(nvdisasm) = listing {
         let functions = nvdisasm.functions(&assembled.cubin);
         match functions.first().and_then(|function| function.main_loop("HMMA")) {
-            Some(code) => complaints.extend(Expected::of(config).differences(config.stages, code)),
+            Some(code) => {
+                complaints.extend(Expected::of(config).differences(unrolled(&module), code));
+            }
             None => complaints.push("there is no loop with an HMMA".into()),
         }
     }
     complaints.into_iter().map(|what| format!("{name}: {what}")).collect()
+}
+
+/// Runs of a main loop: each has a section of its own.
+fn unrolled(module: &Module) -> u32 {
+    let sections = module.entry.sections.iter();
+    sections.filter(|section| section.starts_with("main loop, ")).count() as u32
 }
 
 /// What one run of 128 inputs of a warp takes, if rows of A are whole.
@@ -148,6 +157,7 @@ struct Expected {
     mma: u32,
     ldmatrix: u32,
     copies: u32,
+    bulk_copies: u32,
     words: u32,
     scales: u32,
 }
@@ -161,13 +171,24 @@ impl Expected {
             Group::Size(size) => TILE_K as u32 / size,
         };
         let tile_bytes = CODE_BYTES_PER_TILE as u32 + groups * SCALE_ROW_BYTES as u32;
-        // A warp copies two rows an instruction.
-        let rows = config.tile_m.div_ceil(2 * config.warps_n);
+        // A warp copies two rows an instruction, as many warps as are a power of two.
+        let rows = config.tile_m.div_ceil(2 << config.warps_n.ilog2());
+        let weights = (tiles * tile_bytes).div_ceil(512);
+        // Sums of the batch for the zero of bare codes: two of its eight fragments a row tile at a time.
+        let bias = match config.conversion {
+            Conversion::Value => 0,
+            Conversion::Subnormal => 4 * row_tiles,
+        };
+        let (copies, bulk_copies) = match config.family {
+            "sm90" => (rows, 1),
+            _ => (weights + rows, 0),
+        };
         Self {
-            mma: 8 * tiles * row_tiles,
+            mma: 8 * tiles * row_tiles + bias,
             // Eight 16 x 8 matrices of halves a row tile, two an instruction.
             ldmatrix: 4 * row_tiles,
-            copies: (tiles * tile_bytes).div_ceil(512) + rows,
+            copies,
+            bulk_copies,
             words: 2 * tiles,
             scales: groups * tiles,
         }
@@ -182,6 +203,7 @@ impl Expected {
             mma: count(&|op| op.starts_with("HMMA.16816")),
             ldmatrix: count(&|op| op.starts_with("LDSM.16.M88.4")),
             copies: count(&|op| op.starts_with("LDGSTS") && op.contains(".128")),
+            bulk_copies: count(&|op| op.starts_with("UBLKCP")),
             words: count(&|op| op == "LDS.128"),
             // The assembler guards a run's copies with up to three loads into nowhere.
             scales: code
@@ -193,6 +215,7 @@ impl Expected {
             mma: runs * self.mma,
             ldmatrix: runs * self.ldmatrix,
             copies: runs * self.copies,
+            bulk_copies: runs * self.bulk_copies,
             words: runs * self.words,
             scales: runs * self.scales,
         };
@@ -275,6 +298,33 @@ fn every_shipped_choice_assembles_and_is_woven() {
     let found = on_all_processors(&work, |(config, arch)| {
         complaints(&ptxas, Some(&nvdisasm), config, *arch)
     });
+    report(&found, work.len());
+}
+
+/// Hopper's families, whether or not the selection prefers another: the best-ranked choices of each conversion.
+#[test]
+fn choices_of_hoppers_families_assemble_and_are_woven() {
+    let (Some(ptxas), Some(nvdisasm)) = (Ptxas::find(), Nvdisasm::find()) else { return };
+    let device = device(90, 132, 50);
+    let mut work = BTreeSet::new();
+    for (n, k) in LAYERS {
+        for m in [1, 2, 4, 8, 16] {
+            for group in [Group::PerColumn, Group::Size(128)] {
+                let problem = Problem { format: "u4b8", m, n, k, group, rows: Rows::Whole };
+                let ranked = select::ranked(&problem, &device);
+                for conversion in [Conversion::Value, Conversion::Subnormal] {
+                    let ours = ranked.iter().map(|choice| choice.config).filter(|config| {
+                        config.family == "sm90" && config.conversion == conversion
+                    });
+                    work.extend(ours.take(3));
+                }
+            }
+        }
+    }
+    let work: Vec<Config> = work.into_iter().collect();
+    assert!(work.len() > 40, "only {}", work.len());
+    let found =
+        on_all_processors(&work, |config| complaints(&ptxas, Some(&nvdisasm), config, device.arch));
     report(&found, work.len());
 }
 

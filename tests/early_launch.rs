@@ -28,7 +28,7 @@ use build::stub;
 use opened::{context, open};
 use support::{Device, Fill, Layer, Random, Setup, activations, chain, gpu, skipped};
 
-/// Pairs of products, one after the other on one stream.
+/// Pairs of products, one after the other on one stream of a GPU.
 const PAIRS: usize = 1000;
 /// Different activations, taken in turn: a product that reads what the pair before it left is seen.
 const INPUTS: usize = 5;
@@ -38,15 +38,16 @@ struct Pair {
     first: Setup,
     second: Setup,
     m: usize,
+    num_pairs: usize,
     inputs: Vec<DevicePtr>,
     between: DevicePtr,
-    /// `[PAIRS][m][second.n]`.
+    /// `[num_pairs][m][second.n]`.
     outputs: DevicePtr,
 }
 
 impl Pair {
     fn new(device: &Device, m: usize, random: &mut Random) -> Self {
-        let (hidden, inner) = (2048, 3072);
+        let (hidden, inner, num_pairs) = device.size((256, 512, 4), (2048, 3072, PAIRS));
         // Products of products stay in the range of fp16.
         let layer = |n, k, random: &mut Random| Layer::new(n, k, 128, Fill::Random, random);
         let first = Setup::new(device, layer(inner, hidden, random));
@@ -60,8 +61,8 @@ impl Pair {
         };
         let inputs = (0..INPUTS).map(input).collect();
         let between = backend.alloc((2 * m * inner) as u64).expect("fits");
-        let outputs = backend.alloc((2 * PAIRS * m * hidden) as u64).expect("fits");
-        Self { first, second, m, inputs, between, outputs }
+        let outputs = backend.alloc((2 * num_pairs * m * hidden) as u64).expect("fits");
+        Self { first, second, m, num_pairs, inputs, between, outputs }
     }
 
     /// Enqueues the pair of number `idx`.
@@ -105,7 +106,7 @@ impl Pair {
     /// All outputs, and NaNs in their place.
     fn take(&self) -> Vec<f16> {
         let backend = &self.first.device.backend;
-        let mut outputs = vec![f16::ZERO; PAIRS * self.m * self.first.layer.k];
+        let mut outputs = vec![f16::ZERO; self.num_pairs * self.m * self.first.layer.k];
         backend.download(self.outputs, bytemuck::cast_slice_mut(&mut outputs)).expect("it ran");
         backend.upload(self.outputs, &vec![0xff; 2 * outputs.len()]).expect("fits");
         backend.upload(self.between, &vec![0xff; 2 * self.m * self.first.layer.n]).expect("fits");
@@ -149,6 +150,30 @@ impl Drop for Pair {
 fn waits(kernel: &Prepared) -> bool {
     let kernel: &GpuKernel = kernel.kernel.as_any().downcast_ref().expect("a GPU's kernel");
     kernel.waits_for_previous()
+}
+
+/// In the emulator a kernel that starts early must not touch what the kernel before it may still touch.
+#[test]
+fn b46_early_launch_is_clean_in_the_emulator() {
+    let device = Device::hopper();
+    let mut random = Random(462);
+    for m in [1, 16, 40] {
+        let pair = Pair::new(&device, m, &mut random);
+        for (kernels, workspace) in pair.kernels() {
+            let name = format!("m = {m}, {}", kernels[0].choice.config);
+            let run = |order: Enqueue| {
+                for idx in 0..pair.num_pairs {
+                    pair.enqueue(idx, Some(&kernels), &workspace, order)
+                        .unwrap_or_else(|error| panic!("{name}: {}", chain(&error)));
+                }
+                pair.take()
+            };
+            pair.take();
+            let wanted = run(Stream::default().into());
+            assert!(wanted.iter().any(|c| *c != f16::ZERO), "{name}: nothing but zeros");
+            assert!(run(Stream::default().early()) == wanted, "{name}: other bits");
+        }
+    }
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! Launches with tensor maps and in clusters, on a GPU: that the driver takes what the host hands it.
+//! Launches with tensor maps and in clusters, on the emulator and on a GPU: that what the host hands over is
+//! what the kernel finds.
 //!
 //! A tile of a matrix is copied to shared memory by its map, its image there is written out as it lies, and the
 //! tile is stored through a second map. The image must be the matrix's elements, zeros outside, pieces where
@@ -13,11 +14,10 @@ use makaira::asm::reg::{In, Param, Reg};
 use makaira::asm::types::{B32, B64, Cmp, Special};
 use makaira::asm::{Asm, Module, PrintOptions};
 use makaira::backend::{Arg, Backend, DevicePtr, Launch, Stream, Swizzle, TensorMap};
-use makaira::jit::GpuBackend;
 use makaira::target::SmArch;
 
 use common::oracle::Ptxas;
-use support::{Random, chain, gpu, skipped};
+use support::{Device, Random, chain, devices, skipped};
 
 const TILE: [u32; 2] = [64, 16];
 const TILE_BYTES: u32 = 2 * TILE[0] * TILE[1];
@@ -104,7 +104,7 @@ struct Rows {
 }
 
 impl Rows {
-    fn new(gpu: &GpuBackend, [columns, rows]: [usize; 2], random: &mut Random) -> Self {
+    fn new(gpu: &dyn Backend, [columns, rows]: [usize; 2], random: &mut Random) -> Self {
         let stride = columns.next_multiple_of(8) + 16;
         let host: Vec<u16> = (0..stride * rows).map(|_| random.bits() as u16 | 1).collect();
         let ptr = gpu.alloc(2 * host.len() as u64).expect("fits");
@@ -141,24 +141,25 @@ fn image(matrix: &Rows, swizzle: Swizzle, [x, y]: [i64; 2]) -> Vec<u16> {
     image
 }
 
-/// A Hopper card, or a word about what is not tested.
-fn hopper(what: &str) -> Option<&'static GpuBackend> {
-    match gpu() {
-        Some(gpu) if gpu.device().arch.sm == 90 => Some(gpu),
-        Some(gpu) => {
-            skipped(&format!("{what}: {} is no Hopper card", gpu.device().name));
-            None
-        }
-        None => {
-            skipped(&format!("{what}: it takes a Hopper card"));
-            None
-        }
+/// The emulator, and the GPU if it is a Hopper card; else a word about what is not tested.
+fn hoppers(what: &str) -> Vec<Device> {
+    let is_hopper = |device: &Device| device.backend.device().arch.sm == 90;
+    let devices: Vec<Device> = devices().into_iter().filter(is_hopper).collect();
+    if !devices.iter().any(Device::is_gpu) {
+        skipped(&format!("{what} on a GPU: it takes a Hopper card"));
     }
+    devices
 }
 
 #[test]
 fn tiles_are_copied_by_their_maps_wherever_parameters_lie() {
-    let Some(gpu) = hopper("tensor maps") else { return };
+    for device in hoppers("tensor maps") {
+        copy_tiles(&device);
+    }
+}
+
+fn copy_tiles(device: &Device) {
+    let gpu = &*device.backend;
     let mut random = Random(90);
     let places = [[0, 0], [64, 16], [-5, 3], [40, -7], [90, 30], [1000, 0]];
     for num_pads in 0..=PADS.len() {
@@ -208,7 +209,13 @@ fn tiles_are_copied_by_their_maps_wherever_parameters_lie() {
 /// Every CTA adds to its word what it is: the launch had the clusters of the module.
 #[test]
 fn clusters_are_launched_as_the_module_says() {
-    let Some(gpu) = hopper("clusters") else { return };
+    for device in hoppers("clusters") {
+        launch_clusters(&device);
+    }
+}
+
+fn launch_clusters(device: &Device) {
+    let gpu = &*device.backend;
     let num_sms = gpu.device().num_sms;
     for cluster in [1, 2, 4, 8] {
         let mut a = Asm::new();
@@ -221,12 +228,16 @@ fn clusters_are_launched_as_the_module_says() {
         let [out, ptr]: [Reg<B64>; 2] = a.regs();
         a.ld_param_u64(out, dst);
         a.mad_wide_u32(ptr, cta, 4, out);
-        a.st_global_b32(ptr, rank);
+        let tid = a.reg();
+        a.mov_u32_special(tid, Special::TidX);
+        let first = a.test_u32(Cmp::Eq, tid, 0);
+        a.when(first, |a| a.st_global_b32(ptr, rank));
         a.exit();
         let module = a.finish("ranks", SmArch::baseline(90), 32, 1);
         let kernel = gpu.load(&module).unwrap_or_else(|e| panic!("{}", chain(&e)));
         match cluster {
             1 => assert_eq!(kernel.max_active_clusters(), None),
+            _ if !device.is_gpu() => {}
             _ => {
                 let count = kernel.max_active_clusters().expect("Hopper's drivers know");
                 eprintln!("clusters of {cluster} with 100 KB: {count}");

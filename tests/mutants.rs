@@ -17,14 +17,20 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use makaira::asm::Module;
 use makaira::asm::builder::{Item, Node};
 use makaira::asm::isa::Inst;
-use makaira::asm::isa::alu::{Alu, MovB32, XorB32};
+use makaira::asm::isa::alu::{Alu, MovB32, SetpU32, XorB32};
 use makaira::asm::isa::async_copy::{CopyAsync, CpAsyncWaitGroup};
+use makaira::asm::isa::bulk::Bulk;
+use makaira::asm::isa::cluster::Cluster;
+use makaira::asm::isa::mbarrier::{
+    Mbarrier, MbarrierArriveExpectTx, MbarrierInit, MbarrierTryWaitParity,
+};
 use makaira::asm::isa::mem::{
     LdGlobalB32, LdRelaxedGpuGlobalU32, Mem, RedRelaxedGpuGlobalAddU32, StGlobalB32,
 };
 use makaira::asm::isa::sync::Sync;
 use makaira::asm::isa::tensor::Tensor;
 use makaira::asm::reg::{Imm, In, SharedAddr};
+use makaira::asm::types::Cmp;
 use makaira::emu::{EmuBackend, Options};
 use makaira::gemm::Prepared;
 use makaira::kernel::epilogue::epilogue_bytes;
@@ -82,6 +88,27 @@ fn weaker(node: &Node) -> Vec<(&'static str, Option<Node>)> {
         }
         // The only plain 32-bit store is the reset of a lock.
         Inst::Mem(Mem::StGlobalB32(_)) => vec![left_out],
+        Inst::Mbarrier(Mbarrier::MbarrierInit(init)) => {
+            let two = MbarrierInit { n: In::Imm(2), ..init };
+            vec![left_out, becomes("expects two arrivals", two.into())]
+        }
+        Inst::Mbarrier(Mbarrier::FenceMbarrierInit(_)) => vec![left_out],
+        Inst::Mbarrier(Mbarrier::MbarrierArriveExpectTx(arrive)) => {
+            let In::Imm(bytes) = arrive.n else { return vec![left_out] };
+            let fewer = MbarrierArriveExpectTx { n: In::Imm(bytes - 16), ..arrive };
+            vec![left_out, becomes("expects 16 bytes less", fewer.into())]
+        }
+        Inst::Mbarrier(Mbarrier::MbarrierTryWaitParity(wait)) => {
+            let passes = SetpU32 { d: wait.d, cmp: Cmp::Eq, a: In::Imm(0), b: In::Imm(0) };
+            let parity = |n| MbarrierTryWaitParity { parity: In::Imm(n), ..wait };
+            vec![
+                becomes("does not wait", passes.into()),
+                becomes("waits for even phases", parity(0).into()),
+                becomes("waits for odd phases", parity(1).into()),
+            ]
+        }
+        Inst::Bulk(Bulk::CpAsyncBulk(_) | Bulk::CpAsyncBulkHint(_)) => vec![left_out],
+        Inst::Cluster(Cluster::GriddepcontrolWait(_)) => vec![left_out],
         Inst::Alu(Alu::XorB32(XorB32 { b: In::Imm(0), .. })) => Vec::new(),
         Inst::Alu(Alu::XorB32(XorB32 { d, a, .. })) => {
             vec![becomes("passes its first operand on", MovB32 { d, a }.into())]
@@ -101,6 +128,8 @@ fn misplaced(inst: &Inst) -> Option<Inst> {
         Inst::CopyAsync(CopyAsync::CpAsyncCg16(copy)) => copy.d = moved(copy.d)?,
         Inst::CopyAsync(CopyAsync::CpAsyncCg16Zfill(copy)) => copy.d = moved(copy.d)?,
         Inst::CopyAsync(CopyAsync::CpAsyncCg16Hint(copy)) => copy.d = moved(copy.d)?,
+        Inst::Bulk(Bulk::CpAsyncBulk(copy)) => copy.d = moved(copy.d)?,
+        Inst::Bulk(Bulk::CpAsyncBulkHint(copy)) => copy.d = moved(copy.d)?,
         Inst::Mem(Mem::LdSharedV4B32(load)) => load.a = moved(load.a)?,
         Inst::Mem(Mem::LdSharedB32(load)) => load.a = moved(load.a)?,
         Inst::Mem(Mem::LdSharedV4F32(load)) => load.a = moved(load.a)?,
@@ -185,7 +214,12 @@ impl Case {
     /// segments, begin and end inside tiles, and every ring is filled more than once.
     fn new(name: &str, m: usize) -> Self {
         let config: Config = name.parse().unwrap_or_else(|error| panic!("{error}"));
-        let k_tiles = config.warps_k as usize * (config.stages as usize + 2) + 1;
+        // Every run of the unrolled loop refills its slot: that of Hopper's rings has up to twice the stages.
+        let runs = match config.family {
+            "sm90" => 3 * config.stages as usize + 1,
+            _ => config.stages as usize + 2,
+        };
+        let k_tiles = config.warps_k as usize * runs + 1;
         let (ragged_n, ragged_k) = match config.rows {
             Rows::Whole => (4, 0),
             Rows::Vector => (4, 40),
@@ -210,6 +244,7 @@ impl Case {
                     seed,
                     max_idle_steps: 100_000,
                     max_steps: 8 << 20,
+                    overlap: true,
                     ..Options::default()
                 };
                 let emu = EmuBackend::h200_like(4).with_options(options);
@@ -292,7 +327,7 @@ fn redundant(config: &Config, mutant: &Mutant, module: &Module) -> Option<&'stat
     let team_codes = config.warps_n * config.tiles_per_warp() * CODE_BYTES_PER_TILE as u32;
     let inside = items <= 32 * config.warps_n && epilogue_bytes(config) <= team_codes;
     let at_the_end = left_out("bar_sync", "tile done");
-    if at_the_end && inside {
+    if config.family == "sm80" && at_the_end && inside {
         return Some("only the team whose ring holds the sums reads them");
     }
     let Item::Inst(node) = module.entry.items[mutant.at] else { return None };
@@ -373,4 +408,19 @@ fn tall_tiles() {
 #[test]
 fn evict_first_and_groups_of_32() {
     bites("marlin_sm80_u4b8_f16_m4n64k256_g32_w2_s3_c1_ef", 3);
+}
+
+#[test]
+fn rings_of_one_warp() {
+    bites("marlin_sm90_u4b8_f16_m1n64k512_g128_w1_s2_c1", 1);
+}
+
+#[test]
+fn rings_of_one_warp_and_subnormal_codes() {
+    bites("marlin_sm90_u4b8_f16_m16n128k256_g128_w2_s2_c1_sn", 15);
+}
+
+#[test]
+fn three_warps_side_by_side_and_cut_rows() {
+    bites("marlin_sm90_u4b8_f16_m8n96k256_col_w3_s3_c1_sn_kt", 7);
 }

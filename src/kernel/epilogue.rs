@@ -8,6 +8,7 @@
 use super::params::{Params, load_u32, load_u64};
 use super::problem::{Config, Reduction, Rows};
 use super::reduction;
+use super::stream::emit_divide;
 use super::stripe::Segment;
 use crate::asm::Asm;
 use crate::asm::reg::{Reg, Region};
@@ -45,7 +46,11 @@ fn sums_pitch(config: &Config) -> u32 {
 }
 
 fn warp_sums_bytes(config: &Config) -> u32 {
-    4 * config.tile_m * sums_pitch(config)
+    let floats = config.tile_m * sums_pitch(config);
+    // Eight threads read four items of one warp and four of the next: half the banks apart.
+    let apart =
+        if config.tiles_per_warp() == 1 { floats.next_multiple_of(16) | 16 } else { floats };
+    4 * apart
 }
 
 /// What the epilogue of one kernel works with.
@@ -182,9 +187,8 @@ impl Items {
         let quads_per_warp = 4 * config.tiles_per_warp();
         let rows_per_pass = config.num_threads() / quads;
         let num_passes = config.tile_m.div_ceil(rows_per_pass);
-        let [row, quad, warp_n, in_warp, warp_byte, column, slot_byte] = a.regs();
-        a.shr_u32(row, tid, quads.ilog2());
-        a.and_b32(quad, tid, quads - 1);
+        let [row, quad] = emit_divide(a, tid, quads);
+        let [warp_n, in_warp, warp_byte, column, slot_byte] = a.regs();
         a.shr_u32(warp_n, quad, quads_per_warp.ilog2());
         a.and_b32(in_warp, quad, quads_per_warp - 1);
         a.shl_b32(warp_byte, in_warp, 4);

@@ -3,20 +3,24 @@
 //! A family is one file and one line of [`FAMILIES`]. It says which configurations it has for a problem and
 //! builds the module of one. This room emits programs; it never runs them.
 
+mod cost;
 pub mod epilogue;
 pub mod params;
 pub mod problem;
 mod reduction;
 pub mod select;
 pub mod sm80;
+pub mod sm90;
 pub mod sm90wg;
+mod stream;
 pub mod stripe;
 
+pub use cost::Work;
 pub use params::Arguments;
-pub use problem::{Config, Plan, Problem, Reduction, Rows, Scaling};
+pub use problem::{Config, Conversion, Plan, Problem, Reduction, Rows, Scaling};
 
 use crate::asm::Module;
-use crate::backend::Arg;
+use crate::backend::ArgList;
 use crate::target::SmArch;
 
 /// A kernel design for a range of architectures.
@@ -25,49 +29,54 @@ pub trait KernelFamily: Sync {
     fn name(&self) -> &'static str;
     /// Whether it runs on a target.
     fn runs_on(&self, target: SmArch) -> bool;
+    /// The first rule of the family's own that a configuration breaks, with its numbers.
+    fn broken_rule(&self, config: &Config) -> Option<String>;
+    /// Configurations worth considering for a problem, in the preferred numerics: lists in order of preference, of
+    /// each of which the first legal one counts.
+    fn candidates(&self, problem: &Problem) -> Vec<Vec<Config>>;
+    /// What one warp issues for one run.
+    fn work(&self, config: &Config) -> Work;
+    /// Runs of a team whose weights are on their way while one is computed.
+    fn runs_in_flight(&self, config: &Config) -> u32;
     /// Bytes of shared memory of a configuration.
     fn smem_bytes(&self, config: &Config) -> u32;
-    /// The family's own rules for a configuration's sizes.
-    ///
-    /// # Errors
-    /// The first rule that is broken, with the numbers.
-    fn check(&self, config: &Config) -> Result<(), String> {
-        select::check_mma(config)
-    }
-    /// An estimate of a thread's registers.
-    fn registers_needed(&self, config: &Config) -> u32 {
-        select::registers_needed(config)
-    }
-    /// Threads of a CTA: those of the configuration's warps, and what the family adds.
-    fn num_threads(&self, config: &Config) -> u32 {
-        config.num_threads()
-    }
-    /// The arguments after those of [`Params`](params::Params), if the family declares more.
-    fn extra_arguments(&self, _config: &Config, _arguments: &Arguments) -> Vec<Arg> {
-        Vec::new()
-    }
+    /// Appends the arguments after those of [`Params`](params::Params), if the family declares more.
+    fn extra_arguments(&self, _config: &Config, _arguments: &Arguments, _list: &mut ArgList) {}
     /// Whether stripes run over the row tiles too; otherwise row tiles are the grid's second dimension.
     fn stripes_cover_rows(&self) -> bool {
         false
+    }
+    /// About how many registers a thread needs: with fewer the assembler spills.
+    fn registers_needed(&self, config: &Config) -> u32;
+    /// What the cost model's prediction is multiplied by.
+    fn time_factor(&self) -> f64 {
+        1.0
     }
     /// The kernel of a legal configuration.
     fn build(&self, config: &Config, target: SmArch) -> Module;
 }
 
 /// Every kernel family, by name.
-pub const FAMILIES: &[&'static dyn KernelFamily] = &[&sm80::Sm80Family, &sm90wg::Sm90WgFamily];
+pub const FAMILIES: &[&'static dyn KernelFamily] =
+    &[&sm80::Sm80Family, &sm90::Sm90Family, &sm90wg::Sm90WgFamily];
+
+const SM80: SmArch = SmArch::baseline(80);
+const SM90: SmArch = SmArch::baseline(90);
 
 /// The configurations whose PTX is kept in `ptx/`, few and chosen, each with what it shows. The test suite writes
-/// the files and compares them byte for byte; they are printed for `sm_80`.
+/// the files and compares them byte for byte, printed for the target given.
 #[rustfmt::skip]
-pub const GOLDENS: &[(&str, &str)] = &[
-    ("marlin_sm80_u4b8_f16_m1n64k1024_g128_w1_s3_c1", "one row, 8 teams of one warp"),
-    ("marlin_sm80_u4b8_f16_m4n64k256_g32_w2_s3_c1_ef", "four groups a run, evict-first weights"),
-    ("marlin_sm80_u4b8_f16_m8n64k512_col_w1_s2_c1_el", "single elements, odd sizes"),
-    ("marlin_sm80_u4b8_f16_m8n64k512_g128_w1_s4_c1", "eight rows: two k16 steps an ldmatrix"),
-    ("marlin_sm80_u4b8_f16_m16n64k512_g128_w1_s2_c1_r16", "the paper's reduction"),
-    ("marlin_sm80_u4b8_f16_m16n128k512_g128_w2_s3_c1", "teams that share activations"),
-    ("marlin_sm80_u4b8_f16_m16n128k256_col_w2_s3_c1", "scales a column, in the epilogue"),
-    ("marlin_sm80_u4b8_f16_m32n128k256_g64_w4_s2_c1_kt", "cut rows, two groups a run"),
-    ("marlin_sm80_u4b8_f16_m64n256k128_g128_w8_s3_c1_fs", "tall tiles: windows, scaled fragments"),
+pub const GOLDENS: &[(&str, SmArch, &str)] = &[
+    ("marlin_sm80_u4b8_f16_m1n64k1024_g128_w1_s3_c1", SM80, "one row, 8 teams of one warp"),
+    ("marlin_sm80_u4b8_f16_m4n64k256_g32_w2_s3_c1_ef", SM80, "four groups a run, evict-first weights"),
+    ("marlin_sm80_u4b8_f16_m8n64k512_col_w1_s2_c1_el", SM80, "single elements, odd sizes"),
+    ("marlin_sm80_u4b8_f16_m8n64k512_g128_w1_s4_c1", SM80, "eight rows: two k16 steps an ldmatrix"),
+    ("marlin_sm80_u4b8_f16_m16n64k512_g128_w1_s2_c1_r16", SM80, "the paper's reduction"),
+    ("marlin_sm80_u4b8_f16_m16n128k512_g128_w2_s3_c1", SM80, "teams that share activations"),
+    ("marlin_sm80_u4b8_f16_m16n128k256_col_w2_s3_c1", SM80, "scales a column, in the epilogue"),
+    ("marlin_sm80_u4b8_f16_m32n128k256_g64_w4_s2_c1_kt", SM80, "cut rows, two groups a run"),
+    ("marlin_sm80_u4b8_f16_m64n256k128_g128_w8_s3_c1_fs", SM80, "tall tiles: windows, scaled fragments"),
+    ("marlin_sm80_u4b8_f16_m16n64k512_g128_w2_s2_c1_sn", SM90, "subnormal codes; grids overlap"),
+    ("marlin_sm90_u4b8_f16_m1n32k1024_g128_w1_s3_c1", SM90, "one row, rings of one warp each"),
+    ("marlin_sm90_u4b8_f16_m16n128k512_g128_w2_s2_c1_sn", SM90, "subnormal codes, teams of two"),
 ];

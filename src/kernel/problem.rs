@@ -69,6 +69,16 @@ pub enum Scaling {
     Fragment,
 }
 
+/// How codes become the fragments that are multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Conversion {
+    /// To their values.
+    Value,
+    /// They stay where they lie, as fp16 subnormals, and the sums make up for it: see
+    /// [`crate::weights::Subnormal`]. Fewer instructions for the weights, some more for the batch.
+    Subnormal,
+}
+
 /// How CTAs that share a tile add up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Reduction {
@@ -103,6 +113,8 @@ pub struct Config {
     pub runs_per_stage: u32,
     /// CTAs that share an SM.
     pub ctas_per_sm: u32,
+    /// How codes become fragments.
+    pub conversion: Conversion,
     /// Where the group scale is applied.
     pub scaling: Scaling,
     /// How CTAs that share a tile add up.
@@ -153,6 +165,9 @@ impl fmt::Display for Config {
         write!(f, "_w{}_s{}_c{}", self.warps_n, self.stages, self.ctas_per_sm)?;
         if self.runs_per_stage != 1 {
             write!(f, "_x{}", self.runs_per_stage)?;
+        }
+        if self.conversion == Conversion::Subnormal {
+            write!(f, "_sn")?;
         }
         if self.scaling == Scaling::Fragment {
             write!(f, "_fs")?;
@@ -232,6 +247,7 @@ impl FromStr for Config {
             stages,
             runs_per_stage: 1,
             ctas_per_sm,
+            conversion: Conversion::Value,
             scaling: Scaling::Promote,
             reduction: Reduction::F32,
             rows: Rows::Whole,
@@ -241,12 +257,13 @@ impl FromStr for Config {
             match flag {
                 "x2" => config.runs_per_stage = 2,
                 "x4" => config.runs_per_stage = 4,
+                "sn" => config.conversion = Conversion::Subnormal,
                 "fs" => config.scaling = Scaling::Fragment,
                 "r16" => config.reduction = Reduction::F16InPlace,
                 "kt" => config.rows = Rows::Vector,
                 "el" => config.rows = Rows::Element,
                 "ef" => config.evict_first = true,
-                _ => return Err(error("a flag is none of x2, x4, fs, r16, kt, el, ef")),
+                _ => return Err(error("a flag is none of x2, x4, sn, fs, r16, kt, el, ef")),
             }
         }
         // One spelling per configuration.

@@ -65,13 +65,6 @@ pub fn emit_stripe(a: &mut Asm, params: &Params) -> (Stripe, Segment) {
 }
 
 impl Stripe {
-    /// Emits whether the segment is the stripe's last and `rest`, what is left of it, is 0.
-    pub fn emit_is_last(&self, a: &mut Asm, rest: Reg<B32>) -> Reg<Pred> {
-        let all = a.reg();
-        a.or_b32(all, self.left, rest);
-        a.test_u32(Cmp::Eq, all, 0)
-    }
-
     /// Emits the segment after `segment`: the start of the next tile, empty if nothing is left.
     pub fn emit_next(&self, a: &mut Asm, segment: &Segment) -> Segment {
         let [tile, begin, end] = a.regs();
@@ -80,6 +73,12 @@ impl Stripe {
         a.min_u32(end, self.left, segment.k_tiles);
         a.sub_u32(self.left, self.left, end);
         Segment { tile, begin, end, ..*segment }
+    }
+
+    /// Emits one value if nothing is left after the newest segment and another if something is.
+    pub fn emit_by_rest(&self, a: &mut Asm, value: Reg<B32>, nothing: u32, something: u32) {
+        let last = a.test_u32(Cmp::Eq, self.left, 0);
+        a.selp_b32(value, nothing, something, last);
     }
 }
 

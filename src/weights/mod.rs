@@ -88,6 +88,11 @@ pub trait WeightFormat: Debug + Sync {
     /// inputs 2c and 2c + 1, 2 and 3 to 2c + 8 and 2c + 9 (see the drawing of [`PackedLayout`]).
     fn emit_fragment(&self, a: &mut Asm, constants: &[Reg<B32>], word: Reg<B32>) -> [Reg<B32>; 4];
 
+    /// The type's second conversion, if it has one.
+    fn subnormal(&self) -> Option<&'static dyn Subnormal> {
+        None
+    }
+
     /// Codes in a 32-bit word.
     fn codes_per_word(&self) -> usize {
         32 / self.bits() as usize
@@ -97,6 +102,20 @@ pub trait WeightFormat: Debug + Sync {
     fn num_codes(&self) -> usize {
         1 << self.bits()
     }
+}
+
+/// A conversion that leaves codes where they lie in the word, as fp16 subnormals: fewer instructions, but what
+/// the fragments hold is `(value + bias) * 2^-exponent`, and the kernel must make up for both.
+pub trait Subnormal: Debug + Sync {
+    /// How much more than its value a code is worth.
+    fn bias(&self) -> u8;
+
+    /// The exponents of channel g (fragment registers 0 and 2) and of channel g + 8 (1 and 3), at most 24,
+    /// the second no larger than the first.
+    fn exponents(&self) -> [u32; 2];
+
+    /// Emits the conversion of one packed word, in the places of [`WeightFormat::emit_fragment`].
+    fn emit_fragment(&self, a: &mut Asm, word: Reg<B32>) -> [Reg<B32>; 4];
 }
 
 /// Every weight type, by name.

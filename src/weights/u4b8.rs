@@ -3,7 +3,7 @@
 //! A code q in 0..16 is worth q - 8, so the values are the integers -8..=7 and all of them are
 //! exact in fp16 and bf16. The code 8 is worth zero and fills the padding.
 
-use super::{WeightFormat, ZeroRule};
+use super::{Subnormal, WeightFormat, ZeroRule};
 use crate::asm::Asm;
 use crate::asm::reg::Reg;
 use crate::asm::types::B32;
@@ -67,6 +67,33 @@ impl WeightFormat for U4B8 {
             let biased = a.reg();
             a.lop3_b32(biased, source, mask, base, AND_OR);
             a.sub_f16x2(value, biased, constants[n % 2]);
+        }
+        fragment
+    }
+
+    fn subnormal(&self) -> Option<&'static dyn Subnormal> {
+        Some(&U4B8)
+    }
+}
+
+impl Subnormal for U4B8 {
+    fn bias(&self) -> u8 {
+        BIAS
+    }
+
+    /// A code in the lowest bits of a half counts 2^-24, the smallest fp16; four bits higher, 2^-20.
+    fn exponents(&self) -> [u32; 2] {
+        [24, 20]
+    }
+
+    /// Five instructions for eight codes.
+    fn emit_fragment(&self, a: &mut Asm, word: Reg<B32>) -> [Reg<B32>; 4] {
+        let shifted = a.reg();
+        a.shr_u32(shifted, word, 8);
+        let fragment = a.regs();
+        for (n, value) in fragment.into_iter().enumerate() {
+            let source = if n < 2 { word } else { shifted };
+            a.and_b32(value, source, [0x000f_000fu32, 0x00f0_00f0][n % 2]);
         }
         fragment
     }

@@ -7,7 +7,7 @@
 use std::collections::HashSet;
 
 use makaira::kernel::select;
-use makaira::kernel::{Config, Problem, Reduction, Rows};
+use makaira::kernel::{Config, FAMILIES, Problem, Reduction, Rows};
 use makaira::target::SmArch;
 use makaira::weights::Group;
 
@@ -38,8 +38,11 @@ fn family(target: SmArch) -> Vec<Config> {
 }
 
 /// A configuration's values, one number a dimension.
-fn values(config: &Config) -> [u32; 11] {
+fn values(config: &Config) -> [u32; 13] {
+    let family = FAMILIES.iter().position(|family| family.name() == config.family);
     [
+        family.expect("a registered family") as u32,
+        config.conversion as u32,
         config.tile_m,
         config.warps_n,
         config.warps_k,

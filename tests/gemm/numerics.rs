@@ -172,6 +172,39 @@ fn b39_a_bad_scale_spoils_its_column_only() {
     }
 }
 
+/// Rows of a batch belong to different users: infinities in one leave the others exact.
+#[test]
+fn a_row_of_infinities_spoils_itself_only() {
+    for device in devices() {
+        for name in [
+            "marlin_sm80_u4b8_f16_m16n64k512_g128_w1_s3_c1",
+            "marlin_sm80_u4b8_f16_m16n64k512_col_w1_s3_c1_sn",
+            "marlin_sm90_u4b8_f16_m16n64k512_g128_w1_s3_c1_sn",
+            "marlin_sm90_u4b8_f16_m8n64k512_g64_w1_s3_c1_sn",
+        ] {
+            let config: Config = name.parse().unwrap_or_else(|error| panic!("{error}"));
+            let mut random = Random(40);
+            let (n, k, m) = (64, 1024, config.tile_m as usize);
+            let layer = Layer::new(n, k, config.group.raw(), Fill::Integers, &mut random);
+            let mut a = activations(m, k, Fill::Integers, &mut random);
+            let bad = 3;
+            a[bad * k..(bad + 1) * k].fill(f16::INFINITY);
+            let setup = Setup::new(&device, layer);
+            let stripe = (k / 128) as u32;
+            let prepared = setup.prepare(config, stripe, m);
+            let workspace = setup.workspace(&prepared.choice, m);
+            let mut c = setup
+                .run_with(&prepared, &a, CANARIES, &workspace)
+                .unwrap_or_else(|error| panic!("{name}: {}", chain(&error)));
+            assert!(c[bad * n..(bad + 1) * n].iter().all(|c| !c.is_finite()), "{name}");
+            a[bad * k..(bad + 1) * k].fill(f16::ZERO);
+            c[bad * n..(bad + 1) * n].fill(f16::ZERO);
+            let tolerance = Tolerance::of(Fill::Integers, &config, k, stripe);
+            compare(&setup.layer, &a, &c, tolerance).unwrap_or_else(|why| panic!("{name}: {why}"));
+        }
+    }
+}
+
 /// Fault B59: the weight stream's L2 policy is a choice at run time, and both choices are right.
 #[test]
 fn b59_with_and_without_the_eviction_policy() {

@@ -21,6 +21,12 @@ fn every_stripe_length_is_exact() {
             ("marlin_sm80_u4b8_f16_m8n128k256_g64_w2_s2_c1", 7),
             ("marlin_sm80_u4b8_f16_m16n64k512_col_w1_s3_c1", 16),
             ("marlin_sm80_u4b8_f16_m32n64k512_g128_w2_s2_c1_fs", 40),
+            ("marlin_sm80_u4b8_f16_m16n64k512_g128_w2_s2_c1_sn", 13),
+            ("marlin_sm90_u4b8_f16_m1n64k512_g128_w1_s2_c1", 1),
+            ("marlin_sm90_u4b8_f16_m8n96k256_g64_w3_s3_c1_sn", 7),
+            ("marlin_sm90_u4b8_f16_m16n128k256_g128_w1_s2_c1_sn", 9),
+            ("marlin_sm90_u4b8_f16_m2n80k256_g128_w5_s6_c1", 2),
+            ("marlin_sm90_u4b8_f16_m16n64k512_col_w2_s2_c1_sn", 16),
         ] {
             for reduction in [Reduction::F32, Reduction::F16InPlace] {
                 let config = Config { reduction, ..config(name) };
@@ -53,6 +59,8 @@ fn b47_the_same_bits_in_every_order() {
         ("marlin_sm80_u4b8_f16_m1n64k512_g128_w1_s3_c1", 1, 1),
         ("marlin_sm80_u4b8_f16_m32n128k256_g64_w4_s2_c1_fs", 50, 5),
         ("marlin_sm80_u4b8_f16_m16n64k512_g128_w1_s3_c1_r16", 16, 3),
+        ("marlin_sm90_u4b8_f16_m16n128k512_g128_w2_s2_c1_sn", 16, 3),
+        ("marlin_sm90_u4b8_f16_m4n64k512_g128_w1_s3_c1", 3, 5),
     ] {
         let config = config(name);
         let n = 3 * config.tile_n as usize - 20;

@@ -1,6 +1,6 @@
 //! The wgmma family: every kind of its configurations, on small layers and ragged ones.
 
-use makaira::kernel::{Config, Reduction, Rows, Scaling, select};
+use makaira::kernel::{Config, Conversion, Reduction, Rows, Scaling, select};
 use makaira::target::SmArch;
 use makaira::weights::Group;
 
@@ -41,6 +41,7 @@ fn family() -> Vec<Config> {
                             stages,
                             runs_per_stage,
                             ctas_per_sm,
+                            conversion: Conversion::Value,
                             scaling,
                             reduction: Reduction::F32,
                             rows,

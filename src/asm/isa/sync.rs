@@ -7,7 +7,7 @@
 
 use super::{isa, lanes, ptx};
 use crate::asm::reg::{Imm, In, Out, Use};
-use crate::asm::types::B32;
+use crate::asm::types::{B32, F32};
 
 isa! {
     /// Barriers and warp exchanges.
@@ -33,6 +33,16 @@ isa! {
     shfl_sync_idx_b32 = ShflSyncIdxB32 { d: Out<B32>, a: Use<B32>, b: In<B32> }
         "shfl.sync.idx.b32 {d}, {a}, {b}, 31, 0xffffffff;", ptx(7, 0, 70), Warp, Pure, |m, i| {
             let mut values = [0; 32];
+            for lane in lanes(m.active()) {
+                let from = m.get(lane, i.b)? & 31;
+                values[lane as usize] = m.get(from, i.a)?;
+            }
+            for lane in lanes(m.active()) { m.set(lane, i.d, values[lane as usize]); }
+        }
+    /// Each lane receives the float `a` of lane `b`.
+    shfl_sync_idx_f32 = ShflSyncIdxF32 { d: Out<F32>, a: Use<F32>, b: In<B32> }
+        "shfl.sync.idx.b32 {d}, {a}, {b}, 31, 0xffffffff;", ptx(7, 0, 70), Warp, Pure, |m, i| {
+            let mut values = [0.0; 32];
             for lane in lanes(m.active()) {
                 let from = m.get(lane, i.b)? & 31;
                 values[lane as usize] = m.get(from, i.a)?;

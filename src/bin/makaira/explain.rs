@@ -96,7 +96,8 @@ impl Figures {
         // Of a run of 128 inputs, for each team: the tiles of its channels and the rows of the batch.
         let run_bytes = u64::from(config.tile_n / 16) * layout.tile_bytes as u64
             + 256 * u64::from(config.tile_m);
-        let runs = u64::from((config.stages - 1) * config.warps_k * config.ctas_per_sm);
+        let ahead = select::family_of(config).runs_in_flight(config);
+        let runs = u64::from(ahead * config.warps_k * config.ctas_per_sm);
         let plans: Vec<_> = select::plans(config, problem, choice.stripe).collect();
         Ok(Self {
             smem_bytes: select::family_of(config).smem_bytes(config),
@@ -166,7 +167,7 @@ fn text(
         teams = count(warps_k as usize, "team"),
         warps = count(warps_n as usize, "warp"),
         ctas = count(ctas_per_sm as usize, "CTA"),
-        ahead = count(stages as usize - 1, "stage"),
+        ahead = count(select::family_of(config).runs_in_flight(config) as usize, "stage"),
         runs = u64::from(num_tiles) * u64::from(k_tiles),
     )
 }

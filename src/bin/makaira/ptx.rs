@@ -20,9 +20,9 @@ pub struct Args {
     config: Option<Config>,
     #[command(flatten)]
     problem: problem::ProblemArgs,
-    /// The target that the text is written for.
-    #[arg(long, default_value = "sm_80")]
-    target: SmArch,
+    /// The target that the text is written for: sm_80 if not given, with --all each configuration's own.
+    #[arg(long)]
+    target: Option<SmArch>,
     /// Streaming multiprocessors of the card to choose for; those of a typical one if not given.
     #[arg(long, value_name = "NUMBER", conflicts_with_all = ["config", "all"])]
     sms: Option<u32>,
@@ -39,6 +39,12 @@ pub struct Args {
     format: Format,
 }
 
+impl Args {
+    fn target(&self) -> SmArch {
+        self.target.unwrap_or(SmArch::baseline(80))
+    }
+}
+
 /// Runs `ptx`.
 pub fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(folder) = &args.all {
@@ -48,11 +54,11 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         Some(config) => config,
         None => chosen(args)?,
     };
-    let module = build(&config, args.target)?;
+    let module = build(&config, args.target())?;
     let text = module.to_ptx(PrintOptions { line_info: args.lineinfo });
     if let Some(path) = &args.output {
         fs::write(path, &text).with_context(|| format!("cannot write {}", path.display()))?;
-        let what = format!("{config} for {}", args.target);
+        let what = format!("{config} for {}", args.target());
         args.format.line(format!("{}: {what}", path.display()))?;
     } else if !args.format.json {
         write(&text)?;
@@ -60,7 +66,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     args.format.value(|| {
         json!({
             "config": config.to_string(),
-            "target": args.target.to_string(),
+            "target": args.target().to_string(),
             "version": module.isa().to_string(),
             "file": args.output,
             "ptx": args.output.is_none().then_some(text),
@@ -78,7 +84,7 @@ fn build(config: &Config, target: SmArch) -> anyhow::Result<Module> {
 
 /// The configuration that the problem gets on a typical card of the target.
 fn chosen(args: &Args) -> anyhow::Result<Config> {
-    let mut spec = device::typical(args.target)?;
+    let mut spec = device::typical(args.target())?;
     match args.sms {
         Some(0) => bail!("--sms 0: a card has at least one"),
         Some(num_sms) => spec.num_sms = num_sms,
@@ -89,12 +95,20 @@ fn chosen(args: &Args) -> anyhow::Result<Config> {
 
 fn all(args: &Args, folder: &PathBuf) -> anyhow::Result<()> {
     fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
-    let mut progress = Progress::new(GOLDENS.len());
-    let mut files = Vec::new();
-    for (name, _) in GOLDENS {
-        progress.step(name);
+    // On a target that is given, those of families that run on it.
+    let mut goldens = Vec::new();
+    for (name, own_target, _) in GOLDENS {
         let config: Config = name.parse()?;
-        let text = build(&config, args.target)?.to_ptx(PrintOptions { line_info: args.lineinfo });
+        let target = args.target.unwrap_or(*own_target);
+        if select::family_of(&config).runs_on(target) {
+            goldens.push((name, config, target));
+        }
+    }
+    let mut progress = Progress::new(goldens.len());
+    let mut files = Vec::new();
+    for (name, config, target) in goldens {
+        progress.step(name);
+        let text = build(&config, target)?.to_ptx(PrintOptions { line_info: args.lineinfo });
         let path = folder.join(name).with_extension("ptx");
         fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
         files.push(path);

@@ -25,72 +25,36 @@
 //! (`m1n32k1024_g128_w1_s3_c2`) and 5.3 us at M = 16; 57344 x 8192 in 59.0 us at M = 1 and 164 us at M = 64.
 
 mod ring;
-pub(super) mod run;
 
 use self::ring::Cursor;
-use self::run::emit_rows_lane;
+use super::Work;
 use super::epilogue::{Accumulators, Epilogue, Thread, epilogue_bytes};
 use super::params::{Params, load_u32};
-use super::problem::Config;
+use super::problem::{Config, Conversion, Problem, Rows, Scaling};
+use super::stream::{
+    Arithmetic, Bias, Geometry, Part, RowCopies, broken_rule, candidates, emit_row_tile,
+    emit_rows_lane, emit_team_barrier, emit_woven,
+};
 use super::stripe::emit_stripe;
 use crate::asm::reg::{Imm, Reg, Region};
-use crate::asm::types::{B32, B64, Cmp, F32, Pred, Special};
-use crate::asm::{Asm, Module};
+use crate::asm::types::{B32, B64, Cmp, Pred, Special};
+use crate::asm::{Asm, Module, Pattern};
 use crate::target::SmArch;
-use crate::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES, TILE_K};
+use crate::weights::Group;
 
-/// Bytes of one row of activations in a slot: 128 inputs.
-const ROW_BYTES: u32 = 2 * TILE_K as u32;
-/// 16-byte units of that row.
-const ROW_UNITS: u32 = ROW_BYTES / 16;
-
-/// Sizes that follow from a configuration.
-#[derive(Clone, Copy, Debug)]
-struct Geometry {
-    /// Bytes of one packed tile: codes and scales.
-    tile_bytes: u32,
-    /// Bytes of one run's weights of a warp.
-    warp_bytes: u32,
-    /// Bytes of one run's weights of a team.
-    team_bytes: u32,
-    /// Bytes of one run's activations of a team.
-    rows_bytes: u32,
-    /// Bytes of a slot: all teams' weights, then all teams' activations.
-    slot_bytes: u32,
-    /// 8-row tiles of the batch.
-    row_tiles: u32,
-    /// k16 steps of one `ldmatrix.x4`: 1 with two row tiles, 2 with one.
-    steps_per_load: u32,
-    /// Groups in a run, at least 1.
-    groups_per_run: u32,
+/// Bytes of one run's weights of a team.
+fn team_bytes(config: &Config, geometry: &Geometry) -> u32 {
+    config.warps_n * geometry.warp_bytes
 }
 
-impl Geometry {
-    fn new(config: &Config) -> Self {
-        let scale_rows = match config.group {
-            Group::PerColumn => 0,
-            Group::Size(size) => TILE_K as u32 / size,
-        };
-        let tile_bytes = CODE_BYTES_PER_TILE as u32 + scale_rows * SCALE_ROW_BYTES as u32;
-        let warp_bytes = config.tiles_per_warp() * tile_bytes;
-        let team_bytes = config.warps_n * warp_bytes;
-        let rows_bytes = config.tile_m * ROW_BYTES;
-        Self {
-            tile_bytes,
-            warp_bytes,
-            team_bytes,
-            rows_bytes,
-            slot_bytes: config.warps_k * (team_bytes + rows_bytes),
-            row_tiles: config.tile_m.div_ceil(8),
-            steps_per_load: if config.tile_m > 8 { 1 } else { 2 },
-            groups_per_run: scale_rows.max(1),
-        }
-    }
+/// Bytes of a slot: all teams' weights, then all teams' activations.
+fn slot_bytes(config: &Config, geometry: &Geometry) -> u32 {
+    config.warps_k * (team_bytes(config, geometry) + geometry.rows_bytes)
 }
 
 /// Bytes of shared memory that a configuration needs.
 pub fn smem_bytes(config: &Config) -> u32 {
-    let ring = config.stages * Geometry::new(config).slot_bytes;
+    let ring = config.stages * slot_bytes(config, &Geometry::new(config));
     ring.max(epilogue_bytes(config))
 }
 
@@ -106,9 +70,10 @@ pub fn build(config: &Config, target: SmArch) -> Module {
     let mut a = Asm::new();
     let params = Params::declare(&mut a);
     let geometry = Geometry::new(config);
+    let slot_bytes = slot_bytes(config, &geometry);
     let slots = (0..config.stages)
         .map(|slot| {
-            let weights = config.warps_k * geometry.team_bytes;
+            let weights = config.warps_k * team_bytes(config, &geometry);
             Slot {
                 weights: a.smem.region(&format!("slot {slot}: weights"), weights, 16),
                 rows: a.smem.region(
@@ -123,22 +88,22 @@ pub fn build(config: &Config, target: SmArch) -> Module {
     // The partial sums of a tile lie in the last slot if they fit: the fill of the ring for the next
     // segment leaves that one alone and goes on beneath the epilogue.
     let sums_bytes = epilogue_bytes(config);
-    let overlaps = sums_bytes <= geometry.slot_bytes;
-    let sums_start = if overlaps { (config.stages - 1) * geometry.slot_bytes } else { 0 };
+    let overlaps = sums_bytes <= slot_bytes;
+    let sums_start = if overlaps { (config.stages - 1) * slot_bytes } else { 0 };
     let sums = a.smem.overlay("partial sums (after the loop)", sums_start, sums_bytes);
 
-    let kernel = Sm80::prologue(&mut a, config, geometry, slots, &params);
+    let kernel = Sm80::prologue(&mut a, config, geometry, slots, &params, target.sm >= 90);
     let (stripe, segment) = a.section("stripe", |a| emit_stripe(a, &params));
     let cursor = a.section("stripe", |a| kernel.emit_cursor(a));
-    kernel.emit_fill(&mut a, &segment, &cursor);
+    kernel.emit_first_fill(&mut a, &stripe, &segment, &cursor);
     let next_segment = a.label("segment");
     a.bind(next_segment);
     let acc = kernel.emit_main_loop(&mut a, &cursor);
     let next = a.section("next segment", |a| stripe.emit_next(a, &segment));
     if overlaps {
         // The team has finished with the ring.
-        a.section("next segment", |a| kernel.emit_team_barrier(a));
-        kernel.emit_fill(&mut a, &next, &cursor);
+        a.section("next segment", |a| emit_team_barrier(a, config, kernel.team));
+        kernel.emit_fill(&mut a, &stripe, &next, &cursor);
     }
     // One team that has met has finished with the last slot as well.
     let met = overlaps && config.warps_k == 1;
@@ -158,7 +123,7 @@ pub fn build(config: &Config, target: SmArch) -> Module {
     // reads. In-place reduction releases its lock behind that barrier and always needs it.
     epilogue.emit(&mut a, &acc, met);
     if !overlaps {
-        kernel.emit_fill(&mut a, &next, &cursor);
+        kernel.emit_fill(&mut a, &stripe, &next, &cursor);
     }
     a.section("next segment", |a| {
         let more = segment.emit_become(a, &next);
@@ -180,33 +145,19 @@ struct Sm80<'a> {
     team: Reg<B32>,
     /// The warp's place in its team.
     warp_n: Reg<B32>,
-    /// Shared address of the lane's first 16 bytes of weights in slot 0.
-    weights_lane: Reg<B32>,
-    /// Shared address of the lane's scale word of tile 0 in slot 0.
-    scales_lane: Reg<B32>,
-    /// Shared addresses of the lane's `ldmatrix` row in slot 0. One `ldmatrix.x4` covers `steps_per_load` k16
-    /// steps; load `n` uses address `n % len`, since a row's swizzle repeats every 128 bytes.
-    rows_lane: Vec<Reg<B32>>,
-    /// Shared addresses that the lane copies activations to, by copy modulo their number.
-    rows_to: Vec<Reg<B32>>,
-    /// Rows from one activation copy of a lane to the next.
-    copy_rows: u32,
-    /// The lane's 16-byte unit of a row.
-    copy_unit: Reg<B32>,
-    /// Bytes from the tile's first row of A to the row that each activation copy reads: rows past the last
-    /// one repeat it, and their results are never stored. 32 bits, so that they take one register each.
+    arithmetic: Arithmetic<'a>,
+    copies: RowCopies,
+    /// Bytes from the tile's first row of A to the row that each activation copy reads. 32 bits, so that they
+    /// take one register each.
     copy_from: Vec<Reg<B32>>,
-    /// Whether the lane takes part in activation copies, if not all lanes of the team do.
-    copies_rows: Option<Reg<Pred>>,
     /// Bytes from one row of A to the next.
     row_stride: Reg<B32>,
     /// Whether the lane copies the last, partial 512 bytes of its warp's weights.
     copies_rest: Reg<Pred>,
     /// L2 policy of the weight stream.
     policy: Option<Reg<B64>>,
-    zero: Reg<F32>,
-    /// What the weight type's conversion wants in registers.
-    constants: Vec<Reg<B32>>,
+    /// Whether grids may overlap: this one waits for the one before it, and lets the next one begin.
+    overlaps_grids: bool,
 }
 
 impl<'a> Sm80<'a> {
@@ -216,6 +167,7 @@ impl<'a> Sm80<'a> {
         geometry: Geometry,
         slots: Vec<Slot>,
         params: &Params,
+        overlaps_grids: bool,
     ) -> Self {
         a.section("who is who", |a| {
             let [smem, tid, lane, warp, team, warp_n] = a.regs();
@@ -225,14 +177,7 @@ impl<'a> Sm80<'a> {
             a.shr_u32(warp, tid, 5);
             a.shr_u32(team, warp, config.warps_n.ilog2());
             a.and_b32(warp_n, warp, config.warps_n - 1);
-            // Row tile.
-            let [row_tile, row_begin, num_rows] = a.regs();
-            let m = load_u32(a, params.m);
-            a.mov_u32_special(row_tile, Special::CtaidY);
-            a.mul_lo_u32(row_begin, row_tile, config.tile_m);
-            a.sub_u32(num_rows, m, row_begin);
-            // The epilogue's passes may be taller than the tile.
-            a.min_u32(num_rows, num_rows, config.tile_m);
+            let [row_begin, num_rows] = emit_row_tile(a, config, params);
             let thread = Thread { tid, lane, warp, row_begin, num_rows };
             // Weights: a warp's pieces lie one after the other.
             let [weights_base, weights_lane, scales_lane, quad] = a.regs();
@@ -250,7 +195,11 @@ impl<'a> Sm80<'a> {
             a.mov_f32(zero, 0.0);
             let rest_units = geometry.warp_bytes % 512 / 16;
             let copies_rest = a.test_u32(Cmp::Lt, lane, rest_units);
-            let mut kernel = Self {
+            let row_stride = load_u32(a, params.a_stride_bytes);
+            let (constants, bias) = Bias::or_constants(a, config, geometry.row_tiles, lane);
+            let copies = RowCopies::new(a, config, &geometry, smem, tid, team);
+            let copy_from = copies.emit_from(a, num_rows, row_stride);
+            Self {
                 config,
                 geometry,
                 slots,
@@ -259,35 +208,30 @@ impl<'a> Sm80<'a> {
                 thread,
                 team,
                 warp_n,
-                weights_lane,
-                scales_lane,
-                rows_lane,
-                rows_to: Vec::new(),
-                copy_rows: 0,
-                copy_unit: lane,
-                copy_from: Vec::new(),
-                copies_rows: None,
-                row_stride: load_u32(a, params.a_stride_bytes),
+                arithmetic: Arithmetic {
+                    config,
+                    geometry,
+                    weights_lane,
+                    scales_lane,
+                    rows_lane,
+                    zero,
+                    constants,
+                    bias,
+                },
+                copies,
+                copy_from,
+                row_stride,
                 copies_rest,
                 policy,
-                zero,
-                constants: config.weight_format().emit_constants(a),
-            };
-            kernel.emit_copy_plan(a);
-            kernel
+                overlaps_grids,
+            }
         })
     }
 
     /// Emits the loop over the team's runs of a segment; the warp's accumulators.
     fn emit_main_loop(&self, a: &mut Asm, cursor: &Cursor) -> Accumulators {
         let stages = self.config.stages;
-        let acc: Accumulators = (0..self.config.tiles_per_warp())
-            .map(|_| (0..self.geometry.row_tiles).map(|_| a.regs()).collect())
-            .collect();
-        a.section("main loop", |a| {
-            acc.iter().flatten().flatten().for_each(|value| a.mov_f32(*value, 0.0));
-        });
-
+        let acc = self.arithmetic.emit_accumulators(a);
         let [next, done] = ["main_loop", "main_loop_done"].map(|name| a.label(name));
         a.bind(next);
         for slot in 0..stages {
@@ -298,19 +242,57 @@ impl<'a> Sm80<'a> {
                 // This slot's copies are complete in every thread of the team, and the team has
                 // finished with the slot before, which is refilled now.
                 a.cp_async_wait_group(Imm(stages - 2));
-                self.emit_team_barrier(a);
+                emit_team_barrier(a, self.config, self.team);
                 let refilled = (slot + stages - 1) % stages;
                 // The copies stand together: where a shared load precedes a copy, the assembler guards
                 // the copy with three dummy loads of its own.
                 self.emit_request(a, refilled, cursor);
-                let steps = self.emit_run(a, slot, &acc);
-                self.emit_woven(a, steps);
+                let Slot { weights, rows } = self.slots[slot as usize];
+                match self.config.conversion {
+                    Conversion::Value => {
+                        let steps = self.arithmetic.emit_steps(a, weights, rows, &acc);
+                        self.emit_woven_steps(a, steps);
+                    }
+                    Conversion::Subnormal => {
+                        let parts = self.arithmetic.emit_pairs(a, weights, rows, &acc);
+                        emit_woven(a, parts);
+                    }
+                }
                 a.cp_async_commit_group();
             });
         }
         a.section("main loop", |a| a.bra(next));
         a.bind(done);
+        self.arithmetic.emit_finish(a, &acc);
         acc
+    }
+
+    /// Weaves the steps of a run. Short batches: one weave, the assembler has registers to spare. Tall ones:
+    /// a window a step, in which the shared loads of the step after next, the dequantisation of the next
+    /// and the mma of this one run side by side; a warp barrier between windows keeps the assembler from
+    /// hoisting loads out of theirs, which would cost it more registers than there are.
+    fn emit_woven_steps(&self, a: &mut Asm, steps: Vec<Part>) {
+        if self.geometry.row_tiles < 4 {
+            return emit_woven(a, steps);
+        }
+        let [mut loads, mut dequant, mut mma] = [(); 3].map(|()| Vec::new());
+        for step in steps {
+            loads.push(step.loads);
+            dequant.push(step.dequant);
+            mma.push(step.mma);
+        }
+        let ahead = 1;
+        let mut loads = loads.into_iter();
+        let mut dequant = dequant.into_iter();
+        loads.by_ref().take(1 + ahead).for_each(|stream| a.append(stream));
+        dequant.by_ref().take(1).for_each(|stream| a.append(stream));
+        for mma in mma {
+            a.bar_warp_sync(0xffff_ffffu32);
+            let loads = loads.next().unwrap_or_default();
+            let dequant = dequant.next().unwrap_or_default();
+            // The mma of this step come first in the order that counts: they read what is there.
+            a.weave(Pattern::EvenHeldBack, [mma, loads, dequant]);
+        }
     }
 }
 
@@ -327,8 +309,60 @@ impl super::KernelFamily for Sm80Family {
         target.sm >= 80
     }
 
+    fn broken_rule(&self, config: &Config) -> Option<String> {
+        if let Some(rule) = broken_rule(config) {
+            return Some(rule);
+        }
+        if !config.warps_n.is_power_of_two() {
+            return Some(format!("{} warps side by side, not a power of two", config.warps_n));
+        }
+        if ![2, 4].contains(&config.tiles_per_warp()) {
+            return Some(format!("a warp owns {} tiles, not 2 or 4", config.tiles_per_warp()));
+        }
+        (config.conversion == Conversion::Subnormal && config.tile_m > 16)
+            .then(|| format!("subnormal codes for {} rows, up to 16 gain by them", config.tile_m))
+    }
+
+    fn candidates(&self, problem: &Problem) -> Vec<Vec<Config>> {
+        let warps = [(1, 4), (2, 2), (4, 1), (1, 8), (2, 4), (4, 2), (8, 1)];
+        let tiles_and_ctas = [(2, 1), (2, 2), (4, 1), (4, 2)];
+        let variants =
+            [Scaling::Promote, Scaling::Fragment].map(|scaling| (Conversion::Value, scaling));
+        candidates(self.name(), problem, &warps, &tiles_and_ctas, 1, &variants)
+    }
+
+    fn work(&self, config: &Config) -> Work {
+        let run = Work::of_run(config);
+        let copies = 2.25 * f64::from(config.tiles_per_warp())
+            + 1.5 * f64::from(config.tile_m) / f64::from(config.warps_n);
+        Work { instructions: run.instructions + copies + 25.0, ..run }
+    }
+
+    fn runs_in_flight(&self, config: &Config) -> u32 {
+        config.stages - 1
+    }
+
     fn smem_bytes(&self, config: &Config) -> u32 {
         smem_bytes(config)
+    }
+
+    /// Fitted to what the assembler takes: accumulators, the sums of the groups that live at a time, B
+    /// fragments, two rounds of words, addresses, and what each copy of rows of A keeps; copies by elements
+    /// keep more.
+    fn registers_needed(&self, config: &Config) -> u32 {
+        let accumulators = 4 * config.tiles_per_warp() * config.tile_m.div_ceil(8);
+        let sums = match config.group {
+            Group::Size(size) if config.scaling == Scaling::Promote => match size {
+                128 => 4 * accumulators / 3,
+                64 => 2 * accumulators,
+                _ => 5 * accumulators / 2,
+            },
+            _ => 0,
+        };
+        let batch = 2 * config.tile_m.div_ceil(8);
+        let halves_per_copy = if config.rows == Rows::Element { 11 } else { 5 };
+        let copies = halves_per_copy * config.tile_m.div_ceil(2 * config.warps_n) / 2;
+        accumulators + sums + batch + copies + 8 * config.tiles_per_warp() + 48
     }
 
     fn build(&self, config: &Config, target: SmArch) -> Module {

@@ -6,14 +6,14 @@
 //! of this one are over.
 //! Source: PTX ISA, "Data Movement and Conversion Instructions: Asynchronous Copy".
 
-use super::{ROW_BYTES, ROW_UNITS, Slot, Sm80};
+use super::{Slot, Sm80};
 use crate::asm::Asm;
 use crate::asm::reg::{Reg, SharedAddr};
 use crate::asm::types::{B16, B32, B64, Cmp, Pred};
 use crate::kernel::params::{load_u32, load_u64};
 use crate::kernel::problem::Rows;
-use crate::kernel::stripe::Segment;
-use crate::layout::swizzle_unit;
+use crate::kernel::stream::ROW_BYTES;
+use crate::kernel::stripe::{Segment, Stripe};
 use crate::weights::CHUNK_CHANNELS;
 
 /// What advances from run to run.
@@ -29,53 +29,53 @@ pub(super) struct Cursor {
     row_bytes_left: Option<Reg<B32>>,
     /// Runs not yet requested.
     to_request: Reg<B32>,
+    /// What `to_request` is when the CTA has requested all its weights: none, or never in this segment.
+    quiet_at: Option<Reg<B32>>,
 }
 
 impl Sm80<'_> {
-    /// Which 16-byte units of activations this lane copies, and where to.
-    pub(super) fn emit_copy_plan(&mut self, a: &mut Asm) {
-        let (config, geometry) = (self.config, self.geometry);
-        let team_threads = 32 * config.warps_n;
-        let [in_team, row, unit, row_base] = a.regs();
-        a.and_b32(in_team, self.thread.tid, team_threads - 1);
-        a.shr_u32(row, in_team, ROW_UNITS.ilog2());
-        a.and_b32(unit, in_team, ROW_UNITS - 1);
-        self.copy_unit = unit;
-        self.copy_rows = team_threads / ROW_UNITS;
-        let num_copies = config.tile_m.div_ceil(self.copy_rows);
-        if config.tile_m < self.copy_rows {
-            self.copies_rows = Some(a.test_u32(Cmp::Lt, row, config.tile_m));
-        }
-        a.mad_lo_u32(row_base, self.team, geometry.rows_bytes, self.smem);
-        a.mad_lo_u32(row_base, row, ROW_BYTES, row_base);
-        // Copy c goes to row `row + c * copy_rows`; copy_rows divides 8 or is a multiple of it, so the
-        // swizzle of that row is the first row's, xored with a constant that repeats.
-        for c in 0..num_copies.min((8 / self.copy_rows).max(1)) {
-            let to = a.reg();
-            a.xor_b32(to, unit, swizzle_unit(c * self.copy_rows, 0));
-            let low = a.reg();
-            a.and_b32(low, row, 7);
-            a.xor_b32(to, to, low);
-            a.mad_lo_u32(to, to, 16, row_base);
-            self.rows_to.push(to);
-        }
-        let last_row = a.reg();
-        a.sub_u32(last_row, self.thread.num_rows, 1);
-        for c in 0..num_copies {
-            let from = a.reg();
-            a.add_u32(from, row, c * self.copy_rows);
-            a.min_u32(from, from, last_row);
-            a.mul_lo_u32(from, from, self.row_stride);
-            self.copy_from.push(from);
-        }
-    }
-
     /// Points the cursor at a segment and requests its first runs.
-    pub(super) fn emit_fill(&self, a: &mut Asm, segment: &Segment, cursor: &Cursor) {
+    pub(super) fn emit_fill(
+        &self,
+        a: &mut Asm,
+        stripe: &Stripe,
+        segment: &Segment,
+        cursor: &Cursor,
+    ) {
         a.section("fill the ring", |a| {
-            self.emit_rewind(a, segment, cursor);
+            self.emit_rewind(a, stripe, segment, cursor);
             for slot in 0..self.config.stages - 1 {
                 self.emit_request(a, slot, cursor);
+                a.cp_async_commit_group();
+            }
+        });
+    }
+
+    /// The first fill of all. Where grids may overlap, the weights are requested before the wait for the grid
+    /// that may still be writing the activations.
+    pub(super) fn emit_first_fill(
+        &self,
+        a: &mut Asm,
+        stripe: &Stripe,
+        segment: &Segment,
+        cursor: &Cursor,
+    ) {
+        if !self.overlaps_grids {
+            return self.emit_fill(a, stripe, segment, cursor);
+        }
+        a.section("fill the ring", |a| {
+            self.emit_rewind(a, stripe, segment, cursor);
+            let more: Vec<_> = (0..self.config.stages - 1)
+                .map(|slot| {
+                    let more = self.emit_take(a, cursor);
+                    self.emit_request_weights(a, slot, cursor, more);
+                    a.add_u64(cursor.weights, cursor.weights, cursor.weights_step);
+                    more
+                })
+                .collect();
+            a.griddepcontrol_wait();
+            for (slot, more) in more.into_iter().enumerate() {
+                self.emit_request_rows(a, slot as u32, cursor, more);
                 a.cp_async_commit_group();
             }
         });
@@ -93,11 +93,12 @@ impl Sm80<'_> {
             weights_step,
             rows: a.reg(),
             row_bytes_left: (self.config.rows != Rows::Whole).then(|| a.reg()),
+            quiet_at: self.overlaps_grids.then(|| a.reg()),
         }
     }
 
     /// Points the cursor at the team's first run of a segment.
-    fn emit_rewind(&self, a: &mut Asm, segment: &Segment, cursor: &Cursor) {
+    fn emit_rewind(&self, a: &mut Asm, stripe: &Stripe, segment: &Segment, cursor: &Cursor) {
         let (config, geometry) = (self.config, self.geometry);
         let &Cursor { num_runs, to_request, weights, rows, row_bytes_left, .. } = cursor;
         let first = a.reg();
@@ -107,6 +108,9 @@ impl Sm80<'_> {
         a.add_u32(num_runs, num_runs, config.warps_k - 1);
         a.shr_u32(num_runs, num_runs, config.warps_k.ilog2());
         a.mov_b32(to_request, num_runs);
+        if let Some(quiet_at) = cursor.quiet_at {
+            stripe.emit_by_rest(a, quiet_at, 0, u32::MAX);
+        }
 
         // Weights: the warp's channels begin in chunk column `column`, some tiles into the chunk.
         let chunk_bytes = 4 * geometry.tile_bytes;
@@ -133,7 +137,7 @@ impl Sm80<'_> {
         let a_ptr = load_u64(a, self.params.a_ptr);
         let row_byte = a.reg();
         a.mul_lo_u32(row_byte, first, ROW_BYTES);
-        a.mad_lo_u32(row_byte, self.copy_unit, 16, row_byte);
+        a.mad_lo_u32(row_byte, self.copies.unit, 16, row_byte);
         a.mad_wide_u32(rows, self.thread.row_begin, self.row_stride, a_ptr);
         a.mad_wide_u32(rows, row_byte, 1, rows);
         if let Some(left) = row_bytes_left {
@@ -146,13 +150,29 @@ impl Sm80<'_> {
     /// Requests the cursor's run into a slot, if there is one left, and advances the cursor. Inputs that
     /// do not exist become zeros.
     pub(super) fn emit_request(&self, a: &mut Asm, slot: u32, cursor: &Cursor) {
-        let (config, geometry) = (self.config, self.geometry);
-        let Slot { weights, rows } = self.slots[slot as usize];
+        let more = self.emit_take(a, cursor);
+        if let Some(quiet_at) = cursor.quiet_at {
+            let quiet = a.test_u32(Cmp::Eq, cursor.to_request, quiet_at);
+            a.when(quiet, |a| a.griddepcontrol_launch_dependents());
+        }
+        self.emit_request_weights(a, slot, cursor, more);
+        self.emit_request_rows(a, slot, cursor, more);
+        a.add_u64(cursor.weights, cursor.weights, cursor.weights_step);
+    }
+
+    /// Takes a run from those to request; whether there is one.
+    fn emit_take(&self, a: &mut Asm, cursor: &Cursor) -> Reg<Pred> {
         let more = a.test_u32(Cmp::Ne, cursor.to_request, 0);
         a.when(more, |a| a.sub_u32(cursor.to_request, cursor.to_request, 1));
+        more
+    }
+
+    fn emit_request_weights(&self, a: &mut Asm, slot: u32, cursor: &Cursor, more: Reg<Pred>) {
+        let geometry = self.geometry;
+        let Slot { weights, .. } = self.slots[slot as usize];
         let full_pieces = geometry.warp_bytes / 512;
         let copy_weights = |a: &mut Asm, piece: u32| {
-            let to = self.weights_lane.at(weights.start + 512 * piece).within(weights);
+            let to = self.arithmetic.weights_lane.at(weights.start + 512 * piece).within(weights);
             let from = cursor.weights.at(512 * piece as i32);
             match self.policy {
                 Some(policy) => a.cp_async_cg_16_hint(to, from, policy),
@@ -160,12 +180,17 @@ impl Sm80<'_> {
             }
         };
         a.when(more, |a| (0..full_pieces).for_each(|piece| copy_weights(a, piece)));
-        if geometry.warp_bytes % 512 != 0 {
+        if !geometry.warp_bytes.is_multiple_of(512) {
             let rest = a.reg();
             a.and_pred(rest, more, self.copies_rest);
             a.when(rest, |a| copy_weights(a, full_pieces));
         }
-        let guard = match self.copies_rows {
+    }
+
+    fn emit_request_rows(&self, a: &mut Asm, slot: u32, cursor: &Cursor, more: Reg<Pred>) {
+        let config = self.config;
+        let Slot { rows, .. } = self.slots[slot as usize];
+        let guard = match self.copies.takes_part {
             Some(copies) => {
                 let guard = a.reg();
                 a.and_pred(guard, more, copies);
@@ -185,9 +210,8 @@ impl Sm80<'_> {
             let [wide, from] = a.regs();
             a.cvt_u64_u32(wide, *offset);
             a.add_u64(from, cursor.rows, wide);
-            let to = self.rows_to[c % self.rows_to.len()]
-                .at(rows.start + c as u32 * self.copy_rows * ROW_BYTES)
-                .within(rows);
+            let (base, offset) = self.copies.to(c as u32);
+            let to = base.at(rows.start + offset).within(rows);
             match (config.rows, inside) {
                 (Rows::Element, Some(inside)) => {
                     self.emit_copy_elements(a, guard, to, from, inside);
@@ -198,7 +222,6 @@ impl Sm80<'_> {
         }
         let row_step = u64::from(config.warps_k * ROW_BYTES);
         a.add_u64(cursor.rows, cursor.rows, row_step);
-        a.add_u64(cursor.weights, cursor.weights, cursor.weights_step);
     }
 
     /// Copies up to 8 elements one by one through registers, zeros after them.
@@ -227,16 +250,5 @@ impl Sm80<'_> {
             a.mov_b32_pack(*word, [pair[0], pair[1]]);
         }
         a.when(guard, |a| a.st_shared_v4_b32(to, words));
-    }
-
-    /// The threads of the team meet. A team of one warp needs no CTA barrier.
-    pub(super) fn emit_team_barrier(&self, a: &mut Asm) {
-        if self.config.warps_n == 1 {
-            a.bar_warp_sync(0xffff_ffffu32);
-        } else {
-            let id = a.reg();
-            a.add_u32(id, self.team, 1);
-            a.bar_sync_n(id, 32 * self.config.warps_n);
-        }
     }
 }

@@ -4,8 +4,8 @@
 //! registers, then the dequantisation of the next step's set while they run. At most one group of products
 //! stays in flight. With `Promote` the run ends with a drain, and its sums go into the accumulators times the
 //! scales; otherwise the products accumulate by themselves.
-//! The loop is unrolled over the ring's stages, so every address is a constant. A segment may end at any stage;
-//! each begins at the first, so that the loop has one entry: with several the assembler serialises products.
+//! The loop's body is one stage; its addresses are registers that advance from stage to stage, so a segment may
+//! begin and end at any of them and the ring never drains between segments.
 //! Source: PTX ISA, "wgmma.mma_async", "wgmma.wait_group".
 
 use super::supply::Supply;
@@ -15,7 +15,7 @@ use crate::asm::reg::{Label, Reg, RegRange};
 use crate::asm::types::{B16, B32, B64, Cmp, F32, Pred};
 use crate::kernel::epilogue::Accumulators;
 use crate::kernel::problem::Scaling;
-use crate::kernel::sm80::run::emit_scale_fragment;
+use crate::kernel::stream::emit_scale_fragment;
 use crate::kernel::stripe::{Segment, Stripe};
 use crate::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES};
 
@@ -63,13 +63,18 @@ struct Consumer<'a> {
     tiles: usize,
     /// Sums go through `totals`.
     promotes: bool,
-    /// Descriptor of the team's first box in stage 0, and in the current stage. One that advances keeps the
-    /// assembler from computing every stage's ahead of the loop, for which it has no registers.
-    first_box: Reg<B64>,
+    /// The stage: descriptor of the team's first box, the lane's first words of tile 0 and its scale word,
+    /// the barrier, and the parity of the phase to wait for.
     descriptor: Reg<B64>,
-    /// The lane's first words of tile 0 in stage 0, and its scale word.
+    first_box: Reg<B32>,
     weights_lane: Reg<B32>,
     scales_lane: Reg<B32>,
+    full: Reg<B32>,
+    parity: Reg<B32>,
+    /// One past the last stage's barrier.
+    full_end: Reg<B32>,
+    /// The barrier of the stage before, to give it back.
+    before: Reg<B32>,
     constants: Vec<Reg<B32>>,
     /// What the products accumulate into, per tile.
     sums: Vec<RegRange<F32>>,
@@ -79,15 +84,9 @@ struct Consumer<'a> {
     width: usize,
     /// The registers of a stage's top.
     top: Carry,
-    /// Scales of the last run, for the tail.
-    last_scales: Vec<[Reg<F32>; 2]>,
     rounds: Reg<B32>,
-    /// Bit per stage: parity of the phase to wait for.
-    phases: Reg<B32>,
     /// Whether this lane gives the stage before back: elected, and there is one.
     releases: Reg<Pred>,
-    /// The barrier to give the segment's last stage back to.
-    release: Reg<B32>,
 }
 
 impl Wg<'_> {
@@ -122,9 +121,7 @@ impl<'a> Consumer<'a> {
         a.mad_lo_u32(rows, team, team_boxes, wg.smem);
         a.shr_u32(low, rows, 4);
         a.and_b32(low, low, 0x3fff);
-        let first_box = a.reg();
-        a.cvt_u64_u32(first_box, low);
-        a.add_u64(first_box, first_box, DESCRIPTOR);
+        let descriptor = emit_descriptor(a, low);
         // The warp's tiles of 16 channels, in its column of 64.
         a.mul_lo_u32(first, warp_n, tiles as u32);
         a.shr_u32(column, first, 2);
@@ -136,6 +133,10 @@ impl<'a> Consumer<'a> {
         a.mad_lo_u32(weights_lane, wg.lane, 16, base);
         a.shr_u32(quad, wg.lane, 2);
         a.mad_lo_u32(scales_lane, quad, 4, base);
+        let [full, full_end, parity] = a.regs();
+        a.add_u32(full, wg.smem, wg.plan.full.start);
+        a.add_u32(full_end, full, 8 * config.stages);
+        a.mov_b32(parity, 0);
         let groups = if config.group == Group::PerColumn { 0 } else { geometry.groups_per_run };
         // Wide steps leave the products more time, narrow ones take fewer registers.
         let per_tile = config.tile_m / 2;
@@ -151,10 +152,14 @@ impl<'a> Consumer<'a> {
             supply,
             tiles,
             promotes,
-            first_box,
-            descriptor: a.reg(),
+            descriptor,
+            first_box: low,
             weights_lane,
             scales_lane,
+            full,
+            parity,
+            full_end,
+            before: a.reg(),
             constants: config.weight_format().emit_constants(a),
             sums: (0..tiles).map(|_| a.reg_range(per_tile)).collect(),
             totals: match promotes {
@@ -165,81 +170,80 @@ impl<'a> Consumer<'a> {
             },
             width,
             top,
-            last_scales: (0..if promotes { tiles } else { 0 }).map(|_| a.regs()).collect(),
             rounds: a.reg(),
-            phases: a.reg(),
             releases: a.reg(),
-            release: a.reg(),
         }
     }
 
     /// The loop over segments.
     fn emit(&self, a: &mut Asm, stripe: &Stripe, segment: &Segment) {
         let wg = self.wg;
-        let stages = wg.config.stages;
-        let tails: Vec<Label> = (0..stages).map(|_| a.label("leave")).collect();
-        let [segment_top, top, tail] = ["segment", "main_loop", "tail"].map(|name| a.label(name));
+        let [segment_top, top, leave] = ["segment", "main_loop", "leave"].map(|name| a.label(name));
         a.section("segment", |a| {
             // Output and scratch belong to the kernel before this one until it has ended.
             a.griddepcontrol_wait();
-            a.mov_b32(self.phases, 0);
+            a.mov_b32(self.before, self.full);
             a.bind(segment_top);
             wg.emit_rounds(a, segment, self.rounds);
             let totals = self.totals.iter().flatten().flatten().copied();
             let sums = self.sums.iter().flat_map(|sums| sums.iter());
             totals.chain(sums).for_each(|sum| a.mov_f32(sum, 0.0));
             a.setp_u32(self.releases, Cmp::Ne, self.rounds, self.rounds);
-            a.mov_b64(self.descriptor, self.first_box);
-            self.emit_take(a, 0, &self.top);
-            let set = self.emit_prepare(a, &self.top);
-            copy_set(a, &self.top.set, &set);
+            self.emit_take(a);
+            self.emit_prepare(a);
             a.bind(top);
         });
-        let mut carry = self.top.clone();
-        let mut leaving = Vec::new();
-        for stage in 0..stages {
-            a.section(&format!("main loop, stage {stage}"), |a| {
-                let (next, last) = self.emit_stage(a, stage, &carry, tails[stage as usize]);
-                carry = next;
-                leaving.push(last);
-            });
-        }
-        a.section("main loop", |a| a.bra(top));
-        for (stage, leaving) in leaving.into_iter().enumerate() {
-            a.section("leave", |a| {
-                a.bind(tails[stage]);
-                self.emit_products(a, &leaving.set, leaving.run, leaving.step);
-                // Products in flight where paths meet would be serialised by the assembler.
-                a.wgmma_wait_group_sync_aligned(0);
-                let scales = self.last_scales.iter().flatten();
-                for (to, from) in scales.zip(leaving.scales.iter().flatten()) {
-                    a.mov_f32(*to, *from);
-                }
-                a.add_u32(self.release, wg.smem, wg.plan.empty.start + 8 * stage as u32);
-                a.bra(tail);
-            });
-        }
-        a.bind(tail);
+        let leaving = a.section("main loop", |a| {
+            let leaving = self.emit_stage(a, leave);
+            a.bra(top);
+            leaving
+        });
         a.section("end of the segment", |a| {
+            a.bind(leave);
+            self.emit_products(a, &leaving.set, leaving.run, leaving.step);
+            self.emit_advance(a);
+            a.wgmma_wait_group_sync_aligned(0);
             if self.promotes {
-                self.emit_promote(a, &self.last_scales);
+                self.emit_promote(a, &leaving.scales);
             }
-            a.bar_warp_sync(0xffff_ffffu32);
-            a.when(wg.elected, |a| a.mbarrier_arrive_shared_cta_b64(self.release));
+            self.emit_release(a, wg.elected);
         });
         let place = a.section("end of the segment", |a| wg.emit_place(a, segment));
-        // The next segment's stages fill while this one's sums are written.
-        let next = a.section("next segment", |a| {
-            let next = stripe.emit_next(a, segment);
-            self.supply.emit_point(a, &next);
-            self.supply.emit_fill(a, false);
-            next
-        });
         self.emit_output(a, segment, &place);
         a.section("next segment", |a| {
+            let next = stripe.emit_next(a, segment);
             let more = segment.emit_become(a, &next);
             a.when(more, |a| a.bra(segment_top));
         });
+    }
+
+    /// Goes on to the next stage.
+    fn emit_advance(&self, a: &mut Asm) {
+        let (wg, geometry) = (self.wg, self.wg.geometry);
+        let bytes = geometry.stage_bytes;
+        a.add_u32(self.before, self.full, wg.plan.empty.start - wg.plan.full.start);
+        a.add_u32(self.weights_lane, self.weights_lane, bytes);
+        a.add_u32(self.scales_lane, self.scales_lane, bytes);
+        a.add_u32(self.first_box, self.first_box, bytes / 16);
+        a.add_u32(self.full, self.full, 8);
+        let wraps = a.test_u32(Cmp::Eq, self.full, self.full_end);
+        let ring = wg.config.stages * bytes;
+        a.when(wraps, |a| {
+            a.sub_u32(self.weights_lane, self.weights_lane, ring);
+            a.sub_u32(self.scales_lane, self.scales_lane, ring);
+            a.sub_u32(self.first_box, self.first_box, ring / 16);
+            a.sub_u32(self.full, self.full, 8 * wg.config.stages);
+            a.xor_b32(self.parity, self.parity, 1);
+        });
+        let descriptor = emit_descriptor(a, self.first_box);
+        a.mov_b64(self.descriptor, descriptor);
+    }
+
+    /// Gives the stage before back.
+    fn emit_release(&self, a: &mut Asm, releases: Reg<Pred>) {
+        // The elected lane speaks for all lanes' loads.
+        a.bar_warp_sync(0xffff_ffffu32);
+        a.when(releases, |a| a.mbarrier_arrive_shared_cta_b64(self.before));
     }
 
     fn emit_output(&self, a: &mut Asm, segment: &Segment, place: &Place) {
@@ -255,42 +259,39 @@ impl<'a> Consumer<'a> {
         self.wg.emit_output(a, &sums, segment, place);
     }
 
-    /// Waits for a stage and loads what its first step wants.
-    fn emit_take(&self, a: &mut Asm, stage: u32, carry: &Carry) {
-        let wg = self.wg;
-        let parity = a.reg();
-        a.shr_u32(parity, self.phases, stage);
-        a.and_b32(parity, parity, 1);
-        a.xor_b32(self.phases, self.phases, 1u32 << stage);
-        wg.emit_wait(a, wg.smem.at(wg.plan.full.start + 8 * stage), parity);
-        self.emit_load_codes(a, stage, 0, Step { half: 0, tile: 0, k16: 0 }, carry.codes);
-        self.emit_load_scales(a, stage, 0, &carry.scales);
+    /// Waits for the stage and loads what its first step wants.
+    fn emit_take(&self, a: &mut Asm) {
+        self.wg.emit_wait(a, self.full.into(), self.parity);
+        self.emit_load_codes(a, 0, Step { half: 0, tile: 0, k16: 0 }, self.top.codes);
+        self.emit_load_scales(a, 0, &self.top.scales);
     }
 
-    /// Dequantises a stage's first step.
-    fn emit_prepare(&self, a: &mut Asm, carry: &Carry) -> Set {
+    /// Dequantises the stage's first step.
+    fn emit_prepare(&self, a: &mut Asm) {
         let first = Step { half: 0, tile: 0, k16: 0 };
-        self.emit_dequantise(a, &carry.codes, &carry.scales, first)
+        let set = self.emit_dequantise(a, &self.top.codes, &self.top.scales, first);
+        for (to, from) in self.top.set.iter().flatten().zip(set.iter().flatten()) {
+            a.mov_b32(*to, *from);
+        }
     }
 
-    /// Bytes from the lane's words of tile 0 in stage 0 to a run's.
-    fn run_offset(&self, stage: u32, run: u32) -> u32 {
-        let geometry = self.wg.geometry;
-        stage * geometry.stage_bytes + geometry.rows_bytes + run * geometry.chunk_bytes
+    /// Bytes from the lane's words of tile 0 in the stage to a run's.
+    fn run_offset(&self, run: u32) -> u32 {
+        self.wg.geometry.rows_bytes + run * self.wg.geometry.chunk_bytes
     }
 
     /// Loads the words of a step's half of its tile.
-    fn emit_load_codes(&self, a: &mut Asm, stage: u32, run: u32, step: Step, codes: [Reg<B32>; 4]) {
+    fn emit_load_codes(&self, a: &mut Asm, run: u32, step: Step, codes: [Reg<B32>; 4]) {
         let tile = step.tile as u32 * self.wg.geometry.tile_bytes;
-        let offset = self.run_offset(stage, run) + tile + 512 * step.half as u32;
+        let offset = self.run_offset(run) + tile + 512 * step.half as u32;
         a.ld_shared_v4_b32(codes, self.weights_lane.at(offset).within(self.wg.plan.ring));
     }
 
-    fn emit_load_scales(&self, a: &mut Asm, stage: u32, run: u32, scales: &Scales) {
+    fn emit_load_scales(&self, a: &mut Asm, run: u32, scales: &Scales) {
         let geometry = self.wg.geometry;
         for (tile, scales) in scales.iter().enumerate() {
             for (group, scale) in scales.iter().enumerate() {
-                let offset = self.run_offset(stage, run)
+                let offset = self.run_offset(run)
                     + tile as u32 * geometry.tile_bytes
                     + CODE_BYTES_PER_TILE as u32
                     + group as u32 * SCALE_ROW_BYTES as u32;
@@ -322,13 +323,18 @@ impl<'a> Consumer<'a> {
 
     /// The products of a step, as one group.
     fn emit_products(&self, a: &mut Asm, set: &Set, run: u32, step: Step) {
+        self.emit_products_at(a, self.descriptor, set, run, step);
+    }
+
+    /// The same, of a stage whose first box has another descriptor than the current one.
+    fn emit_products_at(&self, a: &mut Asm, first_box: Reg<B64>, set: &Set, run: u32, step: Step) {
         let geometry = self.wg.geometry;
         let start = (2 * run + step.half as u32) * geometry.box_bytes;
         a.wgmma_fence_sync_aligned();
         for (k, fragment) in set.iter().enumerate() {
             let descriptor = a.reg();
             let offset = (start + 32 * (step.k16 + k) as u32) / 16;
-            a.add_u64(descriptor, self.descriptor, u64::from(offset));
+            a.add_u64(descriptor, first_box, u64::from(offset));
             let begins = step.half == 0 && step.k16 == 0 && k == 0;
             let scale_d = !(self.promotes && begins);
             let n = self.wg.config.tile_m;
@@ -338,37 +344,26 @@ impl<'a> Consumer<'a> {
         a.wgmma_commit_group_sync_aligned();
     }
 
-    /// The steps of a run, in order.
+    /// The steps of a run, in order: tile by tile, so that the products in flight where the loop may be left
+    /// are all of one tile. The assembler loses track of others there, and serialises.
     fn steps(&self) -> Vec<Step> {
-        let tiles = self.tiles;
         let parts = (0..4).step_by(self.width);
-        (0..2 * tiles)
+        (0..2 * self.tiles)
             .flat_map(|n| {
-                let (half, tile) = (n / tiles, n % tiles);
+                let (tile, half) = (n / 2, n % 2);
                 parts.clone().map(move |k16| Step { half, tile, k16 })
             })
             .collect()
     }
 
-    /// The runs of a stage, and what the next stage begins with.
-    fn emit_stage(&self, a: &mut Asm, stage: u32, carry: &Carry, tail: Label) -> (Carry, Leaving) {
+    /// The runs of a stage, and the first step of the next one. Leaves before the last step's products if the
+    /// segment ends there.
+    fn emit_stage(&self, a: &mut Asm, leave: Label) -> Leaving {
         let wg = self.wg;
-        let stages = wg.config.stages;
-        let next_stage = (stage + 1) % stages;
         let runs = wg.config.runs_per_stage;
         let steps = self.steps();
-        let Carry { mut codes, mut scales, mut set } = carry.clone();
-        // The loop's first stage has its own registers, which the last one fills.
-        let mut after = match next_stage {
-            0 => self.top.clone(),
-            _ => Carry {
-                codes: a.regs(),
-                scales: (scales.iter())
-                    .map(|groups| groups.iter().map(|_| a.reg()).collect())
-                    .collect(),
-                set: Vec::new(),
-            },
-        };
+        let first = Step { half: 0, tile: 0, k16: 0 };
+        let Carry { mut codes, mut scales, mut set } = self.top.clone();
         for run in 0..runs {
             let factors: Vec<[Reg<F32>; 2]> = match self.promotes {
                 true => scales.iter().map(|scales| emit_scales(a, scales[0])).collect(),
@@ -377,79 +372,55 @@ impl<'a> Consumer<'a> {
             for (n, &step) in steps.iter().enumerate() {
                 let next = steps.get(n + 1).copied();
                 let leaves = next.is_none() && run + 1 == runs;
-                if leaves {
-                    // Every warp has left the stage before, or is about to.
-                    let skip = a.label("no_refill");
-                    self.supply.emit_refill(a, (stage + stages - 1) % stages, skip);
-                }
                 // Loads run while this step's products do.
                 match next {
                     Some(next) if next.k16 == 0 => {
-                        let words = a.regs();
-                        self.emit_load_codes(a, stage, run, next, words);
-                        codes = words;
+                        codes = a.regs();
+                        self.emit_load_codes(a, run, next, codes);
                     }
                     Some(_) => {}
                     None if leaves => {
+                        // Every warp has left the stage before, or is about to.
+                        self.supply.emit_refill(a);
                         a.sub_u32(self.rounds, self.rounds, 1);
                         let finished = a.test_u32(Cmp::Eq, self.rounds, 0);
-                        a.when(finished, |a| a.bra(tail));
-                        self.emit_take(a, next_stage, &after);
+                        a.when(finished, |a| a.bra(leave));
+                        let leaving =
+                            Leaving { step, run, set: set.clone(), scales: factors.clone() };
+                        let products = a.reg();
+                        a.mov_b64(products, self.descriptor);
+                        self.emit_advance(a);
+                        self.emit_take(a);
+                        self.emit_products_at(a, products, &set, run, step);
+                        a.wgmma_wait_group_sync_aligned(1);
+                        self.emit_prepare(a);
+                        if self.promotes {
+                            a.wgmma_wait_group_sync_aligned(0);
+                            self.emit_promote(a, &factors);
+                        }
+                        return leaving;
                     }
                     None => {
                         codes = a.regs();
-                        let first = Step { half: 0, tile: 0, k16: 0 };
-                        self.emit_load_codes(a, stage, run + 1, first, codes);
+                        self.emit_load_codes(a, run + 1, first, codes);
                         let next: Scales = (scales.iter())
                             .map(|groups| groups.iter().map(|_| a.reg()).collect())
                             .collect();
-                        self.emit_load_scales(a, stage, run + 1, &next);
+                        self.emit_load_scales(a, run + 1, &next);
                         scales = next;
                     }
                 }
                 self.emit_products(a, &set, run, step);
                 a.wgmma_wait_group_sync_aligned(1);
-                if run == 0 && n == 0 && !self.promotes {
+                if run == 0 && n == 0 {
                     // The products of the stage before are complete: it may be filled again.
-                    let before = (stage + stages - 1) % stages;
-                    let empty = wg.smem.at(wg.plan.empty.start + 8 * before);
-                    a.bar_warp_sync(0xffff_ffffu32);
-                    a.when(self.releases, |a| a.mbarrier_arrive_shared_cta_b64(empty));
+                    self.emit_release(a, self.releases);
                     a.and_pred(self.releases, wg.elected, wg.elected);
                 }
-                match next {
-                    Some(next) => set = self.emit_dequantise(a, &codes, &scales, next),
-                    None if leaves => {
-                        let leaving =
-                            Leaving { step, run, set: set.clone(), scales: factors.clone() };
-                        let first = self.emit_prepare(a, &after);
-                        match next_stage {
-                            0 => copy_set(a, &self.top.set, &first),
-                            _ => after.set = first,
-                        }
-                        if next_stage == 0 {
-                            a.mov_b64(self.descriptor, self.first_box);
-                        } else {
-                            let boxes = u64::from(wg.geometry.stage_bytes / 16);
-                            a.add_u64(self.descriptor, self.descriptor, boxes);
-                        }
-                        if self.promotes {
-                            a.wgmma_wait_group_sync_aligned(0);
-                            self.emit_promote(a, &factors);
-                            let empty = wg.smem.at(wg.plan.empty.start + 8 * stage);
-                            a.bar_warp_sync(0xffff_ffffu32);
-                            a.when(wg.elected, |a| a.mbarrier_arrive_shared_cta_b64(empty));
-                        }
-                        return (after, leaving);
-                    }
-                    None => {
-                        let first = Step { half: 0, tile: 0, k16: 0 };
-                        set = self.emit_dequantise(a, &codes, &scales, first);
-                        if self.promotes {
-                            a.wgmma_wait_group_sync_aligned(0);
-                            self.emit_promote(a, &factors);
-                        }
-                    }
+                set = self.emit_dequantise(a, &codes, &scales, next.unwrap_or(first));
+                if self.promotes && next.is_none() {
+                    a.wgmma_wait_group_sync_aligned(0);
+                    self.emit_promote(a, &factors);
                 }
             }
         }
@@ -466,10 +437,15 @@ impl<'a> Consumer<'a> {
     }
 }
 
-fn copy_set(a: &mut Asm, to: &Set, from: &Set) {
-    for (to, from) in to.iter().flatten().zip(from.iter().flatten()) {
-        a.mov_b32(*to, *from);
-    }
+/// The descriptor of the box at `first_box` times 16 bytes. The shuffle tells the assembler that it is the same
+/// in all lanes: descriptors must be in uniform registers, and from others it copies them before each product.
+fn emit_descriptor(a: &mut Asm, first_box: Reg<B32>) -> Reg<B64> {
+    let uniform = a.reg();
+    a.shfl_sync_idx_b32(uniform, first_box, 0);
+    let descriptor = a.reg();
+    a.cvt_u64_u32(descriptor, uniform);
+    a.add_u64(descriptor, descriptor, DESCRIPTOR);
+    descriptor
 }
 
 /// The scales of channels g and g + 8 in single precision.

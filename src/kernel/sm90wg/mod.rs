@@ -22,13 +22,14 @@ mod output;
 mod supply;
 
 use self::supply::Supply;
+use super::Work;
 use super::params::{Arguments, Params, load_u32, magic};
-use super::problem::{Config, Reduction, Rows, Scaling};
+use super::problem::{Config, Conversion, Problem, Reduction, Rows, Scaling};
 use super::stripe::{Segment, emit_stripe};
 use crate::asm::reg::{Param, Reg, Region};
 use crate::asm::types::{B32, Cmp, Pred, Special};
 use crate::asm::{Asm, Module};
-use crate::backend::{Arg, DevicePtr, Swizzle, TensorMap};
+use crate::backend::{Arg, ArgList, DevicePtr, Swizzle, TensorMap};
 use crate::target::SmArch;
 use crate::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES, TILE_K};
 
@@ -158,7 +159,7 @@ impl Extra {
 }
 
 /// The arguments for the entry parameters beside [`Params`].
-pub fn extra_arguments(config: &Config, arguments: &Arguments) -> Vec<Arg> {
+pub fn extra_arguments(config: &Config, arguments: &Arguments, list: &mut ArgList) {
     let row_tiles = arguments.m.div_ceil(config.tile_m);
     let (multiplier, shift) = magic(row_tiles);
     let a_map = TensorMap {
@@ -168,7 +169,8 @@ pub fn extra_arguments(config: &Config, arguments: &Arguments) -> Vec<Arg> {
         tile: [BOX_K, config.tile_m],
         swizzle: Swizzle::B128,
     };
-    vec![Arg::TensorMap(a_map), Arg::U32(row_tiles), Arg::U32(multiplier), Arg::U32(shift)]
+    list.push(Arg::TensorMap(a_map));
+    [row_tiles, multiplier, shift].map(Arg::U32).into_iter().for_each(|arg| list.push(arg));
 }
 
 /// What every warp of the CTA knows.
@@ -262,11 +264,11 @@ pub fn build(config: &Config, _target: SmArch) -> Module {
     });
     a.section("barriers", |a| wg.emit_barriers(a));
     let (stripe, segment) = a.section("stripe", |a| emit_stripe(a, &params));
-    let supply = a.section("supply", |a| Supply::new(a, &wg, &stripe));
-    a.section("supply", |a| {
-        supply.emit_point(a, &segment);
+    let supply = a.section("supply", |a| {
+        let supply = Supply::new(a, &wg);
         a.bar_sync(0);
-        supply.emit_fill(a, true);
+        supply.emit_fill(a);
+        supply
     });
     wg.emit_consume(&mut a, &stripe, &segment, &supply);
     a.exit();
@@ -291,50 +293,67 @@ impl super::KernelFamily for Sm90WgFamily {
         smem_bytes(config)
     }
 
-    fn check(&self, config: &Config) -> Result<(), String> {
+    fn broken_rule(&self, config: &Config) -> Option<String> {
         if !config.tile_m.is_multiple_of(8) || !(8..=256).contains(&config.tile_m) {
-            return Err(format!(
+            return Some(format!(
                 "tile_m is {}, a multiple of 8 up to 256 is wanted",
                 config.tile_m
             ));
         }
         if !config.warps_n.is_multiple_of(4) || ![1, 2].contains(&config.tiles_per_warp()) {
-            return Err(format!(
+            return Some(format!(
                 "tile_n {} over {} warps: warpgroups own 64 or 128 channels",
                 config.tile_n, config.warps_n
             ));
         }
         if config.warps_k > 1 && !config.warps_n.is_power_of_two() {
-            return Err(format!(
+            return Some(format!(
                 "{} teams of {} warps: a power of two",
                 config.warps_k, config.warps_n
             ));
         }
         if ![1, 2, 4].contains(&config.warps_k) || config.num_warps() > 16 {
-            return Err(format!(
+            return Some(format!(
                 "{} x {} warps: at most 16, in 1, 2 or 4 teams",
                 config.warps_n, config.warps_k
             ));
         }
         if config.rows == Rows::Element || config.reduction != Reduction::F32 {
-            return Err("rows by elements and in-place reduction are left to family sm80".into());
+            return Some("rows by elements and in-place reduction are left to family sm80".into());
+        }
+        if config.conversion != Conversion::Value {
+            return Some(
+                "subnormal codes want the sums of the batch, which no warp has here".into(),
+            );
         }
         if config.scaling == Scaling::Promote
             && !matches!(config.group, Group::PerColumn | Group::Size(128))
         {
-            return Err(
-                "sums are promoted once in 128 inputs: smaller groups scale fragments".into()
+            return Some(
+                "sums are promoted once in 128 inputs: smaller groups scale fragments".into(),
             );
         }
-        Ok(())
+        None
+    }
+
+    fn candidates(&self, problem: &Problem) -> Vec<Vec<Config>> {
+        Vec::new()
+    }
+
+    fn work(&self, config: &Config) -> Work {
+        Work { instructions: 0.0, mma: 0.0 }
+    }
+
+    fn runs_in_flight(&self, config: &Config) -> u32 {
+        (config.stages - 1) * config.runs_per_stage
     }
 
     fn registers_needed(&self, _config: &Config) -> u32 {
         32
     }
 
-    fn extra_arguments(&self, config: &Config, arguments: &Arguments) -> Vec<Arg> {
-        extra_arguments(config, arguments)
+    fn extra_arguments(&self, config: &Config, arguments: &Arguments, list: &mut ArgList) {
+        extra_arguments(config, arguments, list);
     }
 
     fn stripes_cover_rows(&self) -> bool {

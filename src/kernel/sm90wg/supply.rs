@@ -10,15 +10,16 @@
 
 use super::{BOX_K, Wg};
 use crate::asm::Asm;
-use crate::asm::reg::{Label, Reg};
+use crate::asm::reg::Reg;
 use crate::asm::types::{B32, B64, Cmp, Pred};
 use crate::kernel::params::{load_u32, load_u64};
-use crate::kernel::stripe::{Segment, Stripe};
+use crate::kernel::stripe::{Segment, Stripe, emit_stripe};
 
 /// L2 policy of the weight stream: evict first. Source: what `createpolicy.fractional.L2::evict_first` gives.
 const EVICT_FIRST: u64 = 0x12f0_0000_0000_0000;
 
-/// What a warpgroup requests, and how far it is.
+/// What a warpgroup requests, and how far it is: some stages ahead of what the consumers compute, and maybe
+/// in a later segment.
 pub(super) struct Supply<'a> {
     wg: &'a Wg<'a>,
     /// Tiles of 64 channels of the warpgroup.
@@ -27,16 +28,21 @@ pub(super) struct Supply<'a> {
     boxes: u32,
     /// Whether this warp requests.
     supplies: Reg<Pred>,
-    /// Stages of the segment not yet requested; 0 in warps that do not request.
+    stripe: Stripe,
+    segment: Segment,
+    /// Stages of the segment not yet requested; 0 when all of the stripe is, and in warps that do not request.
     to_request: Reg<B32>,
-    /// Bit per stage: parity of the phase that frees it. Fresh barriers are free.
-    phases: Reg<B32>,
     /// The warpgroup's place in its team, and its team's first run of a stage.
     group: Reg<B32>,
     first_run: Reg<B32>,
-    /// Shared addresses in stage 0: of its weights and of its first box.
+    /// The stage to request into: where its weights and its first box go, its barrier, and the parity of the
+    /// phase that frees it. Fresh barriers are free.
     weights_to: Reg<B32>,
     rows_to: Reg<B32>,
+    full: Reg<B32>,
+    parity: Reg<B32>,
+    /// One past the last stage's barrier.
+    full_end: Reg<B32>,
     /// Bytes that complete its part of a stage.
     bytes: Reg<B32>,
     /// The next stage's weights, per tile of 64 channels.
@@ -45,12 +51,11 @@ pub(super) struct Supply<'a> {
     x: Reg<B32>,
     y: Reg<B32>,
     map: Reg<B64>,
-    stripe: &'a Stripe,
 }
 
 impl<'a> Supply<'a> {
     /// Emits what does not change from stage to stage.
-    pub(super) fn new(a: &mut Asm, wg: &'a Wg<'a>, stripe: &'a Stripe) -> Self {
+    pub(super) fn new(a: &mut Asm, wg: &'a Wg<'a>) -> Self {
         let (config, geometry) = (wg.config, wg.geometry);
         let groups = config.warps_n / 4;
         let tiles = config.tiles_per_warp();
@@ -82,31 +87,39 @@ impl<'a> Supply<'a> {
         }
         let map = a.reg();
         a.cvta_param_u64(map, wg.extra.a_map);
-        let phases = a.reg();
-        a.mov_b32(phases, u32::MAX);
-        Self {
+        let [full, full_end, parity] = a.regs();
+        a.add_u32(full, wg.smem, wg.plan.full.start);
+        a.add_u32(full_end, full, 8 * config.stages);
+        a.mov_b32(parity, 1);
+        let (stripe, segment) = emit_stripe(a, &wg.params);
+        let supply = Self {
             wg,
             tiles,
             boxes,
             supplies,
+            stripe,
+            segment,
             to_request: a.reg(),
-            phases,
             group,
             first_run,
             weights_to,
             rows_to,
+            full,
+            parity,
+            full_end,
             bytes,
             weights: (0..tiles).map(|_| a.reg()).collect(),
             x: a.reg(),
             y: a.reg(),
             map,
-            stripe,
-        }
+        };
+        supply.emit_point(a);
+        supply
     }
 
-    /// Points at a segment.
-    pub(super) fn emit_point(&self, a: &mut Asm, segment: &Segment) {
-        let (wg, geometry) = (self.wg, self.wg.geometry);
+    /// Points at the start of its segment.
+    fn emit_point(&self, a: &mut Asm) {
+        let (wg, geometry, segment) = (self.wg, self.wg.geometry, &self.segment);
         let rounds = a.reg();
         wg.emit_rounds(a, segment, rounds);
         a.selp_b32(self.to_request, rounds, 0u32, self.supplies);
@@ -131,77 +144,98 @@ impl<'a> Supply<'a> {
         a.mov_b32(self.y, place.row_begin);
     }
 
-    /// Requests a segment's first stages, all but one. In the first segment the weights go ahead of the
-    /// wait for the kernel before this one; in later ones every stage is waited for.
-    pub(super) fn emit_fill(&self, a: &mut Asm, is_first: bool) {
-        let stages = self.wg.config.stages;
+    /// Requests the stripe's first stages, all but one, as far as the first segment has them. The weights go
+    /// ahead of the wait for the kernel before this one.
+    pub(super) fn emit_fill(&self, a: &mut Asm) {
+        let geometry = self.wg.geometry;
+        let most = self.wg.config.stages - 1;
         let [weights_done, rows_done] = ["weights_done", "rows_done"].map(|name| a.label(name));
-        for stage in 0..stages - 1 {
+        for stage in 0..most {
             let finished = a.test_u32(Cmp::Le, self.to_request, stage);
-            a.when(finished, |a| a.bra(if is_first { weights_done } else { rows_done }));
-            if !is_first {
-                self.emit_wait_free(a, stage);
-            } else {
-                a.xor_b32(self.phases, self.phases, 1u32 << stage);
-            }
+            a.when(finished, |a| a.bra(weights_done));
             self.emit_weights(a, stage);
-            if !is_first {
-                self.emit_rows(a, stage);
-            }
         }
-        if is_first {
-            a.bind(weights_done);
-            // What the kernel before this one wrote may be read, and what it reads written, from here on.
-            a.griddepcontrol_wait();
-            for stage in 0..stages - 1 {
-                let finished = a.test_u32(Cmp::Le, self.to_request, stage);
-                a.when(finished, |a| a.bra(rows_done));
-                self.emit_rows(a, stage);
-            }
+        a.bind(weights_done);
+        // What the kernel before this one wrote may be read, and what it reads written, from here on.
+        a.griddepcontrol_wait();
+        for stage in 0..most {
+            let finished = a.test_u32(Cmp::Le, self.to_request, stage);
+            a.when(finished, |a| a.bra(rows_done));
+            self.emit_rows(a, stage);
         }
         a.bind(rows_done);
         let requested = a.reg();
-        a.min_u32(requested, self.to_request, stages - 1);
+        a.min_u32(requested, self.to_request, most);
         a.sub_u32(self.to_request, self.to_request, requested);
-        self.emit_launch_dependents(a);
+        a.mad_lo_u32(self.weights_to, requested, geometry.stage_bytes, self.weights_to);
+        a.mad_lo_u32(self.rows_to, requested, geometry.stage_bytes, self.rows_to);
+        a.mad_lo_u32(self.full, requested, 8, self.full);
+        self.emit_go_on(a);
+        // A short first segment leaves stages to those after it.
+        let [again, filled] = ["fill", "filled"].map(|name| a.label(name));
+        let left = a.reg();
+        a.sub_u32(left, requested, most);
+        a.bind(again);
+        let full = a.test_u32(Cmp::Eq, left, 0);
+        let done = a.test_u32(Cmp::Eq, self.to_request, 0);
+        a.or_pred(done, done, full);
+        a.when(done, |a| a.bra(filled));
+        self.emit_refill(a);
+        a.add_u32(left, left, 1);
+        a.bra(again);
+        a.bind(filled);
     }
 
-    /// Requests the next stage into the slot `stage`, if there is one, once all consumers have left it.
-    pub(super) fn emit_refill(&self, a: &mut Asm, stage: u32, skip: Label) {
+    /// Requests the next stage, if there is one, once all consumers have left the slot it goes to.
+    pub(super) fn emit_refill(&self, a: &mut Asm) {
+        let (wg, geometry) = (self.wg, self.wg.geometry);
+        let skip = a.label("no_refill");
         let finished = a.test_u32(Cmp::Eq, self.to_request, 0);
         a.when(finished, |a| a.bra(skip));
+        let empty = self.full.at(wg.plan.empty.start - wg.plan.full.start);
+        wg.emit_wait(a, empty, self.parity);
+        self.emit_weights(a, 0);
+        self.emit_rows(a, 0);
         a.sub_u32(self.to_request, self.to_request, 1);
-        self.emit_wait_free(a, stage);
-        self.emit_weights(a, stage);
-        self.emit_rows(a, stage);
-        self.emit_launch_dependents(a);
+        a.add_u32(self.weights_to, self.weights_to, geometry.stage_bytes);
+        a.add_u32(self.rows_to, self.rows_to, geometry.stage_bytes);
+        a.add_u32(self.full, self.full, 8);
+        let wraps = a.test_u32(Cmp::Eq, self.full, self.full_end);
+        a.when(wraps, |a| {
+            let ring = wg.config.stages * geometry.stage_bytes;
+            a.sub_u32(self.weights_to, self.weights_to, ring);
+            a.sub_u32(self.rows_to, self.rows_to, ring);
+            a.sub_u32(self.full, self.full, 8 * wg.config.stages);
+            a.xor_b32(self.parity, self.parity, 1);
+        });
+        self.emit_go_on(a);
         a.bind(skip);
     }
 
-    /// The last weights are requested: the next kernel may request its own.
-    fn emit_launch_dependents(&self, a: &mut Asm) {
-        let last = self.stripe.emit_is_last(a, self.to_request);
+    /// After a segment's last stage comes the next segment, after the last of those the next kernel, which
+    /// may request its own weights.
+    fn emit_go_on(&self, a: &mut Asm) {
+        let on = a.label("on");
+        let more = a.test_u32(Cmp::Ne, self.to_request, 0);
+        a.when(more, |a| a.bra(on));
+        let next = self.stripe.emit_next(a, &self.segment);
+        let exists = self.segment.emit_become(a, &next);
+        self.emit_point(a);
+        let last = a.reg();
+        a.not_pred(last, exists);
         a.and_pred(last, last, self.supplies);
         a.when(last, |a| a.griddepcontrol_launch_dependents());
+        a.bind(on);
     }
 
-    fn emit_wait_free(&self, a: &mut Asm, stage: u32) {
-        let wg = self.wg;
-        let parity = a.reg();
-        a.shr_u32(parity, self.phases, stage);
-        a.and_b32(parity, parity, 1);
-        a.xor_b32(self.phases, self.phases, 1u32 << stage);
-        wg.emit_wait(a, wg.smem.at(wg.plan.empty.start + 8 * stage), parity);
-    }
-
-    /// Arms a stage's barrier for the warpgroup's bytes and requests its weights.
-    fn emit_weights(&self, a: &mut Asm, stage: u32) {
+    /// Arms the barrier of the stage `ahead` for the warpgroup's bytes and requests its weights.
+    fn emit_weights(&self, a: &mut Asm, ahead: u32) {
         let (wg, geometry) = (self.wg, self.wg.geometry);
-        let full = wg.smem.at(wg.plan.full.start + 8 * stage);
+        let full = self.full.at(8 * ahead);
         a.when(wg.elected, |a| {
             a.mbarrier_arrive_expect_tx_shared_cta_b64(full, self.bytes);
             for (tile, weights) in self.weights.iter().enumerate() {
-                let offset = stage * geometry.stage_bytes + tile as u32 * geometry.column_bytes;
+                let offset = ahead * geometry.stage_bytes + tile as u32 * geometry.column_bytes;
                 let bytes = wg.config.runs_per_stage * geometry.chunk_bytes;
                 let to = self.weights_to.at(offset);
                 a.cp_async_bulk_shared_global_hint(to, *weights, bytes, full, EVICT_FIRST);
@@ -213,12 +247,12 @@ impl<'a> Supply<'a> {
         }
     }
 
-    /// Requests the warpgroup's share of a stage's activations.
-    fn emit_rows(&self, a: &mut Asm, stage: u32) {
+    /// Requests the warpgroup's share of the activations of the stage `ahead`.
+    fn emit_rows(&self, a: &mut Asm, ahead: u32) {
         let (wg, geometry) = (self.wg, self.wg.geometry);
         let groups = wg.config.warps_n / 4;
         let team_boxes = 2 * wg.config.runs_per_stage;
-        let full = wg.smem.at(wg.plan.full.start + 8 * stage);
+        let full = self.full.at(8 * ahead);
         for n in 0..self.boxes {
             let at = a.reg();
             a.add_u32(at, self.x, n * groups * BOX_K);
@@ -231,7 +265,7 @@ impl<'a> Supply<'a> {
                     has
                 }
             };
-            let offset = stage * geometry.stage_bytes + n * groups * geometry.box_bytes;
+            let offset = ahead * geometry.stage_bytes + n * groups * geometry.box_bytes;
             let to = self.rows_to.at(offset);
             a.when(issues, |a| {
                 a.cp_async_bulk_tensor_2d_shared_global(to, self.map, at, self.y, full);

@@ -1,0 +1,207 @@
+//! What a launch is predicted to take.
+//!
+//! A prediction in microseconds from the work that each scheduler of the busiest SM has to issue, the bytes
+//! that must come from memory, and fixed costs; its constants were fitted to measurements recorded in
+//! `benches/NOTES.md`. Families say what a run takes and how many runs are in flight.
+
+use std::fmt;
+
+use super::epilogue::epilogue_bytes;
+use super::problem::{Config, Conversion, Problem, Scaling};
+use super::select::family_of;
+use crate::target::DeviceSpec;
+use crate::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES};
+
+/// Bytes of a packed tile with one group of scales.
+const TILE_BYTES: u32 = (CODE_BYTES_PER_TILE + SCALE_ROW_BYTES) as u32;
+
+/// What a plan is predicted to take.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Cost {
+    /// Microseconds in all.
+    pub total_us: f64,
+    /// Microseconds that memory needs for the bytes.
+    pub memory_us: f64,
+    /// Microseconds that the busiest scheduler needs to issue its instructions.
+    pub issue_us: f64,
+    /// Microseconds of launch, filling the pipeline, reductions and output.
+    pub fixed_us: f64,
+}
+
+impl fmt::Display for Cost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{:.1} us (memory {:.1}, issue {:.1}, fixed {:.1})",
+            self.total_us, self.memory_us, self.issue_us, self.fixed_us
+        )
+    }
+}
+
+/// The sizes of a problem in tiles of a configuration.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tiling {
+    pub(super) num_tiles: u64,
+    pub(super) k_tiles: u64,
+    pub(super) row_tiles: u64,
+}
+
+impl Tiling {
+    pub(super) fn new(config: &Config, problem: &Problem) -> Self {
+        Self {
+            num_tiles: u64::from(problem.n.div_ceil(config.tile_n)),
+            k_tiles: u64::from(problem.k.div_ceil(128)),
+            row_tiles: problem.m.div_ceil(config.tile_m.into()),
+        }
+    }
+}
+
+/// The constants of the cost model.
+struct CostModel {
+    /// Launch, prologue, first bytes, in microseconds.
+    start_us: f64,
+    /// Each further wave of CTAs.
+    wave_us: f64,
+    /// Bytes per microsecond of the weight stream.
+    bytes_per_us: f64,
+    /// Share of the activations' bytes, read again by each tile, that slows the weight stream.
+    activation_share: f64,
+    /// Bytes in flight on an SM below which the stream starves.
+    in_flight_bytes: f64,
+    /// How much of an SM's surplus of work over the average the stream waits for.
+    imbalance: f64,
+    /// Instructions that a scheduler issues in a microsecond.
+    issue_per_us: f64,
+    /// Instructions' worth of one mma, beside its own issue.
+    mma_weight: f64,
+    /// Further instructions' worth of a round, exposed because few warps hide each other's latencies:
+    /// a share of one warp's round, and a floor for the round.
+    exposed_share: f64,
+    round_floor: f64,
+    /// Instructions' worth of a round that no warp hides.
+    round_overhead: f64,
+    /// The segment's epilogue: fixed, and per 100 kB of partial sums in shared memory.
+    epilogue_us: f64,
+    epilogue_us_per_100kb: f64,
+    /// The reduction hop, and per helper: fixed, and per 100 kB of its partial sums.
+    hop_us: f64,
+    helper_us: f64,
+    helper_us_per_100kb: f64,
+    /// Exponent with which memory and issue time add up: larger means that they overlap better.
+    overlap: f64,
+}
+
+/// Fitted to 1100 measurements on one H200: see `benches/NOTES.md`. Other cards are ranked by the same
+/// curves; their rates differ, the order of configurations less so.
+const MODEL: CostModel = CostModel {
+    start_us: 2.07,
+    wave_us: 1.82,
+    bytes_per_us: 4.69e6,
+    activation_share: 0.112,
+    in_flight_bytes: 20.9e3,
+    imbalance: 0.23,
+    issue_per_us: 2315.0,
+    mma_weight: 8.66,
+    exposed_share: 0.243,
+    round_floor: 785.0,
+    round_overhead: 27.0,
+    epilogue_us: 0.278,
+    epilogue_us_per_100kb: 0.441,
+    hop_us: 1.54,
+    helper_us: 0.135,
+    helper_us_per_100kb: 1.18,
+    overlap: 3.1,
+};
+
+/// What one warp issues for one run of 128 inputs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Work {
+    /// Instructions, mma apart.
+    pub instructions: f64,
+    /// `mma.m16n8k16`.
+    pub mma: f64,
+}
+
+impl Work {
+    /// The arithmetic of a run: shared loads, conversion, scales. What the ring takes is the family's.
+    pub(super) fn of_run(config: &Config) -> Self {
+        let tiles = f64::from(config.tiles_per_warp());
+        let row_tiles = f64::from(config.tile_m.div_ceil(8));
+        let (per_word, bias) = match config.conversion {
+            Conversion::Value => (9.0, 0.0),
+            Conversion::Subnormal => (5.0, 5.0 * row_tiles),
+        };
+        let bias_mma = if bias > 0.0 { 4.0 * row_tiles } else { 0.0 };
+        let conversion = 8.0 * tiles * per_word + bias;
+        let scaling = match (config.group, config.scaling) {
+            (Group::PerColumn, _) => 0.0,
+            (_, Scaling::Promote) => tiles * (4.0 * row_tiles + 4.0),
+            (_, Scaling::Fragment) => 8.0 * tiles * 4.0 + 2.0 * tiles,
+        };
+        let loads = 3.0 * tiles + 4.0 * row_tiles;
+        Self { instructions: conversion + scaling + loads, mma: 8.0 * tiles * row_tiles + bias_mma }
+    }
+}
+
+/// Predicts one launch.
+pub fn cost(config: &Config, problem: &Problem, device: &DeviceSpec, stripe: u32) -> Cost {
+    let (tiling, model) = (Tiling::new(config, problem), &MODEL);
+    let num_sms = f64::from(device.num_sms);
+    let stripe = f64::from(stripe);
+    let k_tiles = tiling.k_tiles as f64;
+    let runs = (tiling.num_tiles * tiling.k_tiles) as f64;
+    let ctas = (runs / stripe).ceil() * tiling.row_tiles as f64;
+    let family = family_of(config);
+    let smem = family.smem_bytes(config);
+    let spec = device.arch.spec();
+    let fit = spec.map_or(1, |spec| {
+        spec.ctas_that_fit(config.num_threads(), family.registers_needed(config), smem)
+    });
+    let fit = f64::from(fit.max(config.ctas_per_sm));
+    let ctas_per_sm = (ctas / num_sms).ceil();
+    let resident = ctas_per_sm.min(fit);
+    let waves = (ctas / (num_sms * fit)).ceil();
+
+    // Issue: what the busiest scheduler has to issue.
+    let work = family.work(config);
+    let per_run = work.instructions + (1.0 + model.mma_weight) * work.mma;
+    let warps = (f64::from(config.num_warps()) * resident / 4.0).ceil();
+    let round = (per_run * (warps + model.exposed_share)).max(model.round_floor);
+    let rounds = (stripe / f64::from(config.warps_k)).ceil();
+    let issue_us = waves * rounds * (round + model.round_overhead) / model.issue_per_us;
+
+    // Memory: the weights, once for each row tile that no longer finds them in L2.
+    let weight_bytes = f64::from(problem.n) * f64::from(problem.k) * 0.516;
+    let in_l2 = weight_bytes < 0.6 * device.l2_bytes as f64;
+    let passes = 1.0 + (tiling.row_tiles as f64 - 1.0) * if in_l2 { 0.25 } else { 1.0 };
+    let a_bytes = 2.0 * f64::from(problem.k) * (tiling.num_tiles * tiling.row_tiles) as f64;
+    let a_bytes = a_bytes * f64::from(config.tile_m);
+    let bytes = weight_bytes * passes + model.activation_share * a_bytes;
+    let in_flight = resident
+        * f64::from(family.runs_in_flight(config) * config.num_warps() * config.tiles_per_warp())
+        * f64::from(TILE_BYTES);
+    let starved = (model.in_flight_bytes / in_flight).max(1.0);
+    let busiest = ctas_per_sm * stripe * num_sms / (runs * tiling.row_tiles as f64);
+    let uneven = 1.0 + model.imbalance * (busiest.max(1.0) - 1.0);
+    let memory_us = bytes / model.bytes_per_us * starved * uneven;
+
+    // Fixed: start, waves, epilogues, reduction.
+    let segments = (stripe / k_tiles).ceil();
+    let sums = f64::from(epilogue_bytes(config)) / 1e5;
+    let shares = stripe % k_tiles != 0.0;
+    let helpers = if stripe < k_tiles { (k_tiles / stripe).ceil() - 1.0 } else { 1.0 };
+    let tile = f64::from(4 * config.tile_m * config.tile_n) / 1e5;
+    let reduction_us = if shares {
+        model.hop_us + helpers * (model.helper_us + model.helper_us_per_100kb * tile)
+    } else {
+        0.0
+    };
+    let epilogue_us = model.epilogue_us + model.epilogue_us_per_100kb * sums;
+    let fixed_us =
+        model.start_us + model.wave_us * (waves - 1.0) + segments * epilogue_us + reduction_us;
+
+    let norm =
+        |a: f64, b: f64| (a.powf(model.overlap) + b.powf(model.overlap)).powf(1.0 / model.overlap);
+    let total_us = family.time_factor() * (fixed_us + norm(memory_us, issue_us));
+    Cost { total_us, memory_us, issue_us, fixed_us }
+}
