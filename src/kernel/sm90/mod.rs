@@ -172,11 +172,15 @@ pub fn build(config: &Config, target: SmArch) -> Module {
 }
 
 /// Fitted to what the assembler needs without spills: accumulators, a pair's sums, the batch's fragments, the
-/// words of a pair, a pointer a copy of rows, addresses.
+/// words of a pair, pointers, addresses; with several groups a run what the sums of each begin with.
 fn registers_needed(config: &Config) -> u32 {
     let (tiles, row_tiles) = (config.tiles_per_warp(), config.tile_m.div_ceil(8));
     let copies = config.tile_m.div_ceil(2 * config.warps_n);
-    4 * tiles * row_tiles + 20 * row_tiles + 2 * tiles + 2 * copies + 40
+    let more_groups = Geometry::new(config).groups_per_run - 1;
+    let constants = if config.conversion == Conversion::Value { 2 } else { 0 };
+    let cut_rows = if config.rows == Rows::Whole { 0 } else { 4 };
+    let sums = 4 * tiles * row_tiles + (20 + 4 * more_groups) * row_tiles;
+    sums + 2 * tiles + copies + constants + cut_rows + 40
 }
 
 /// The addresses and constants of a warp's arithmetic.
@@ -218,8 +222,7 @@ impl Sm90<'_> {
             a.section(&format!("main loop, run {run}"), |a| {
                 let finished = a.test_u32(Cmp::Eq, num_runs, 0);
                 a.when(finished, |a| a.bra(done));
-                self.rows.emit_wait(a);
-                self.rows.emit_request(a, run, num_runs);
+                self.rows.emit_begin_run(a, run, num_runs);
                 self.weights.emit_launch_dependents(a);
                 let slot = run % self.config.stages;
                 self.weights.emit_wait(a, slot);
@@ -233,6 +236,7 @@ impl Sm90<'_> {
                     loads.map(|loads| Part { loads, ..Part::default() }).collect::<Vec<_>>();
                 emit_woven(a, parts.into_iter().chain(loads));
                 self.weights.emit_request(a, slot, run);
+                self.rows.emit_middle(a, run, num_runs);
                 emit_woven(a, second);
                 a.sub_u32(num_runs, num_runs, 1);
             });
