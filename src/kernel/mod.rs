@@ -21,7 +21,7 @@ pub use problem::{Config, Conversion, Plan, Problem, Reduction, Rows, Scaling, S
 
 use crate::asm::Module;
 use crate::backend::ArgList;
-use crate::target::{DeviceSpec, SmArch};
+use crate::target::{DeviceSpec, PtxIsa, SmArch};
 
 /// A kernel design for a range of architectures.
 pub trait KernelFamily: Sync {
@@ -29,6 +29,8 @@ pub trait KernelFamily: Sync {
     fn name(&self) -> &'static str;
     /// Whether it runs on a target.
     fn runs_on(&self, target: SmArch) -> bool;
+    /// The first PTX ISA with every instruction that it uses: a driver may be older.
+    fn isa(&self) -> PtxIsa;
     /// The first rule of the family's own that a configuration breaks, with its numbers.
     fn broken_rule(&self, config: &Config) -> Option<String>;
     /// Configurations worth considering for a problem, in the preferred numerics: lists in order of preference, of

@@ -39,7 +39,7 @@ use super::stripe::emit_stripe;
 use crate::asm::reg::{Imm, Reg, Region};
 use crate::asm::types::{B32, B64, Cmp, Pred, Special};
 use crate::asm::{Asm, Module, Pattern, Stream};
-use crate::target::SmArch;
+use crate::target::{PtxIsa, SmArch};
 use crate::weights::Group;
 
 /// Bytes of one run's weights of a team.
@@ -303,6 +303,10 @@ pub struct Sm80Family;
 impl super::KernelFamily for Sm80Family {
     fn name(&self) -> &'static str {
         "sm80"
+    }
+
+    fn isa(&self) -> PtxIsa {
+        PtxIsa::new(7, 0)
     }
 
     fn runs_on(&self, target: SmArch) -> bool {

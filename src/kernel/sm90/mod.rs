@@ -37,7 +37,7 @@ use super::stripe::emit_stripe;
 use crate::asm::reg::Reg;
 use crate::asm::types::{B32, Cmp};
 use crate::asm::{Asm, Module, Stream};
-use crate::target::SmArch;
+use crate::target::{PtxIsa, SmArch};
 use crate::weights::format_by_name;
 
 /// Shared memory of an SM that a generation of CTAs should keep below, so that the next one has room.
@@ -264,6 +264,10 @@ pub struct Sm90Family;
 impl super::KernelFamily for Sm90Family {
     fn name(&self) -> &'static str {
         "sm90"
+    }
+
+    fn isa(&self) -> PtxIsa {
+        PtxIsa::new(8, 0)
     }
 
     fn runs_on(&self, target: SmArch) -> bool {

@@ -31,7 +31,7 @@ use crate::asm::reg::{Param, Reg, Region};
 use crate::asm::types::{B32, Cmp, Pred, Special};
 use crate::asm::{Asm, Module};
 use crate::backend::{Arg, ArgList, DevicePtr, Swizzle, TensorMap};
-use crate::target::{DeviceSpec, SmArch};
+use crate::target::{DeviceSpec, PtxIsa, SmArch};
 use crate::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES, TILE_K};
 
 /// Inputs of one box of activations: 128 bytes, the width of the swizzle.
@@ -289,6 +289,10 @@ pub struct Sm90WgFamily;
 impl super::KernelFamily for Sm90WgFamily {
     fn name(&self) -> &'static str {
         "sm90wg"
+    }
+
+    fn isa(&self) -> PtxIsa {
+        PtxIsa::new(8, 0)
     }
 
     fn runs_on(&self, target: SmArch) -> bool {
