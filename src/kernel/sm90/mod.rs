@@ -32,8 +32,8 @@ use super::problem::{Config, Conversion, Problem, Rows, Scaling};
 use super::stream::{
     Arithmetic, Bias, Geometry, Part, candidates, emit_row_tile, emit_rows_lane, emit_woven,
 };
-use super::stripe::emit_stripe;
-use crate::asm::reg::Reg;
+use super::stripe::{Segment, emit_stripe};
+use crate::asm::reg::{Label, Reg};
 use crate::asm::types::{B32, Cmp};
 use crate::asm::{Asm, Module, Stream};
 use crate::target::SmArch;
@@ -111,7 +111,7 @@ pub fn build(config: &Config, target: SmArch) -> Module {
     let warp = a.section("who is who", |a| Warp::new(a, config));
     let weights = WeightRing::new(&mut a, config, &params, weights_slots, &warp);
     let (stripe, segment) = a.section("stripe", |a| emit_stripe(a, &params));
-    weights.emit_first_fill(&mut a, &stripe, &segment);
+    weights.emit_fill(&mut a, &stripe, &segment);
     let (thread, arithmetic, rows) = a.section("who is who", |a| {
         let lane = a.reg();
         a.and_b32(lane, warp.tid, 31);
@@ -123,29 +123,32 @@ pub fn build(config: &Config, target: SmArch) -> Module {
     });
     let kernel = Sm90 { config, weights, rows, arithmetic };
     a.section("fill the activations' ring", |a| a.griddepcontrol_wait());
-    kernel.rows.emit_fill(&mut a, &segment, kernel.weights.num_runs);
+    let num_runs = kernel.weights.num_runs;
+    kernel.rows.emit_fill(&mut a, &segment, 0, num_runs);
     kernel.weights.emit_rest_of_fill(&mut a);
 
+    // Segments follow each other in the rings; one may begin at any position of the unrolled loop.
+    let position = a.reg();
+    a.mov_b32(position, 0);
     let next_segment = a.label("segment");
     a.bind(next_segment);
-    let acc = kernel.emit_main_loop(&mut a);
+    let acc = kernel.emit_main_loop(&mut a, position);
     let (next, more) = a.section("next segment", |a| {
         let next = stripe.emit_next(a, &segment);
         let more = a.test_u32(Cmp::Ne, next.end, 0);
+        kernel.weights.emit_next(a, &next);
         (next, more)
     });
-    let last = a.label("last_segment");
-    a.unless(more, |a| a.bra(last));
-    // Nobody but this warp reads its weights, and it has read them.
-    kernel.weights.emit_fill(&mut a, &stripe, &next);
     if layout.sums_apart {
-        // The team has finished with the activations; a team of one has met in the middle of its last run.
+        let last = a.label("last_segment");
+        a.unless(more, |a| a.bra(last));
+        // The team has finished with the activations; a team of one warp has met in its last run.
         if config.warps_n > 1 {
             a.section("next segment", |a| kernel.rows.emit_barrier(a));
         }
-        kernel.rows.emit_fill(&mut a, &next, kernel.weights.num_runs);
+        kernel.emit_rows_at(&mut a, position, &next);
+        a.bind(last);
     }
-    a.bind(last);
     let epilogue = Epilogue {
         config,
         params: &params,
@@ -163,11 +166,12 @@ pub fn build(config: &Config, target: SmArch) -> Module {
         a.unless(more, |a| a.bra(end));
     });
     if !layout.sums_apart {
-        kernel.rows.emit_fill(&mut a, &next, kernel.weights.num_runs);
+        kernel.emit_rows_at(&mut a, position, &segment);
     }
     a.bra(next_segment);
     a.bind(end);
     a.exit();
+    kernel.weights.emit_detours(&mut a);
     // Two generations share an SM if they can without spills.
     let spec = target.spec().expect("a legal target is in the table");
     let both = 2 * config.ctas_per_sm;
@@ -207,6 +211,14 @@ fn emit_arithmetic<'a>(
     Arithmetic { config, geometry, weights_lane, scales_lane, rows_lane, zero, constants, bias }
 }
 
+/// Goes on at one of several places, the first of which follows.
+fn emit_dispatch(a: &mut Asm, number: Reg<B32>, places: &[Label]) {
+    for (n, place) in (0u32..).zip(places).skip(1) {
+        let here = a.test_u32(Cmp::Eq, number, n);
+        a.when(here, |a| a.bra(*place));
+    }
+}
+
 /// What lives through the kernel.
 struct Sm90<'a> {
     config: &'a Config,
@@ -216,23 +228,45 @@ struct Sm90<'a> {
 }
 
 impl Sm90<'_> {
-    /// Emits the loop over the team's runs of a segment; the warp's accumulators.
-    fn emit_main_loop(&self, a: &mut Asm) -> Accumulators {
+    /// Runs of the unrolled loop.
+    fn unrolled(&self) -> u32 {
+        self.rows.num_slots().max(self.config.stages)
+    }
+
+    /// Emits the first copies of a segment's activations, for the position that the loop goes on at.
+    fn emit_rows_at(&self, a: &mut Asm, position: Reg<B32>, segment: &Segment) {
+        let done = a.label("rows_asked");
+        let places: Vec<Label> = (0..self.unrolled()).map(|_| a.label("rows_at")).collect();
+        emit_dispatch(a, position, &places);
+        for (position, place) in (0..).zip(&places) {
+            if position > 0 {
+                a.bind(*place);
+            }
+            self.rows.emit_fill(a, segment, position, self.weights.num_runs);
+            a.bra(done);
+        }
+        a.bind(done);
+    }
+
+    /// Emits the loop over the team's runs of a segment, from a position on and to another; the warp's
+    /// accumulators.
+    fn emit_main_loop(&self, a: &mut Asm, position: Reg<B32>) -> Accumulators {
         let acc = self.arithmetic.emit_accumulators(a);
         let num_runs = self.weights.num_runs;
-        let [next, done] = ["main_loop", "main_loop_done"].map(|name| a.label(name));
-        a.bind(next);
-        let unrolled = self.rows.num_slots().max(self.config.stages);
-        for run in 0..unrolled {
+        let done = a.label("main_loop_done");
+        let runs: Vec<Label> = (0..self.unrolled()).map(|_| a.label("main_loop")).collect();
+        a.section("main loop", |a| emit_dispatch(a, position, &runs));
+        for (run, label) in (0..).zip(&runs) {
+            a.bind(*label);
             a.section(&format!("main loop, run {run}"), |a| {
                 let finished = a.test_u32(Cmp::Eq, num_runs, 0);
+                a.when(finished, |a| a.mov_b32(position, run));
                 a.when(finished, |a| a.bra(done));
                 let slot = run % self.config.stages;
                 let weights = self.weights.slots[slot as usize].codes;
                 let rows = self.rows.slots[(run % self.rows.num_slots()) as usize];
                 let (loads, mut parts) = self.arithmetic.emit_pairs(a, weights, rows, &acc);
                 let loads = self.rows.emit_begin_run(a, run, num_runs, loads);
-                self.weights.emit_launch_dependents(a);
                 self.weights.emit_wait(a, slot);
                 // All loads come before the last pair's arithmetic, where the slot is asked for anew.
                 let mut second = parts.split_off(parts.len().saturating_sub(2).max(1));
@@ -245,9 +279,9 @@ impl Sm90<'_> {
             });
         }
         a.section("main loop", |a| {
-            self.weights.emit_advance(a, unrolled);
-            self.rows.emit_advance(a, unrolled);
-            a.bra(next);
+            self.weights.emit_advance(a, self.unrolled());
+            self.rows.emit_advance(a, self.unrolled().into());
+            a.bra(runs[0]);
         });
         a.bind(done);
         self.arithmetic.emit_finish(a, &acc);
