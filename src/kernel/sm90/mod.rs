@@ -85,6 +85,13 @@ impl Layout {
     }
 }
 
+impl Layout {
+    /// Runs of the unrolled loop.
+    fn unrolled(&self, config: &Config) -> u32 {
+        self.row_slots.max(config.stages)
+    }
+}
+
 /// Bytes of shared memory that a configuration needs.
 pub fn smem_bytes(config: &Config) -> u32 {
     Layout::new(config).bytes
@@ -109,7 +116,7 @@ pub fn build(config: &Config, target: SmArch) -> Module {
 
     // As little as possible stands before the first copies.
     let warp = a.section("who is who", |a| Warp::new(a, config));
-    let weights = WeightRing::new(&mut a, config, &params, weights_slots, &warp);
+    let weights = WeightRing::new(&mut a, config, &params, weights_slots, layout.unrolled(config), &warp);
     let (stripe, segment) = a.section("stripe", |a| emit_stripe(a, &params));
     weights.emit_fill(&mut a, &stripe, &segment);
     let (thread, arithmetic, rows) = a.section("who is who", |a| {
@@ -121,7 +128,7 @@ pub fn build(config: &Config, target: SmArch) -> Module {
         let rows = RowRing::new(a, config, &params, row_slots, &warp, &thread);
         (thread, arithmetic, rows)
     });
-    let kernel = Sm90 { config, weights, rows, arithmetic };
+    let kernel = Sm90 { config, unrolled: layout.unrolled(config), weights, rows, arithmetic };
     a.section("fill the activations' ring", |a| a.griddepcontrol_wait());
     let num_runs = kernel.weights.num_runs;
     kernel.rows.emit_fill(&mut a, &segment, 0, num_runs);
@@ -142,10 +149,8 @@ pub fn build(config: &Config, target: SmArch) -> Module {
     if layout.sums_apart {
         let last = a.label("last_segment");
         a.unless(more, |a| a.bra(last));
-        // The team has finished with the activations; a team of one warp has met in its last run.
-        if config.warps_n > 1 {
-            a.section("next segment", |a| kernel.rows.emit_barrier(a));
-        }
+        // The team has finished with the slots that are asked for: one of several warps leaves the last run's
+        // alone, one of one warp has met in its last run.
         kernel.emit_rows_at(&mut a, position, &next);
         a.bind(last);
     }
@@ -189,7 +194,7 @@ fn registers_needed(config: &Config) -> u32 {
     let constants = if config.conversion == Conversion::Value { 2 } else { 0 };
     let cut_rows = if config.rows == Rows::Whole { 0 } else { 4 };
     let sums = 4 * tiles * row_tiles + (20 + 4 * more_groups) * row_tiles;
-    sums + 2 * tiles + copies + constants + cut_rows + 40
+    sums + 2 * tiles + copies + constants + cut_rows + 41
 }
 
 /// The addresses and constants of a warp's arithmetic.
@@ -222,21 +227,18 @@ fn emit_dispatch(a: &mut Asm, number: Reg<B32>, places: &[Label]) {
 /// What lives through the kernel.
 struct Sm90<'a> {
     config: &'a Config,
+    /// Runs of the unrolled loop.
+    unrolled: u32,
     weights: WeightRing<'a>,
     rows: RowRing<'a>,
     arithmetic: Arithmetic<'a>,
 }
 
 impl Sm90<'_> {
-    /// Runs of the unrolled loop.
-    fn unrolled(&self) -> u32 {
-        self.rows.num_slots().max(self.config.stages)
-    }
-
     /// Emits the first copies of a segment's activations, for the position that the loop goes on at.
     fn emit_rows_at(&self, a: &mut Asm, position: Reg<B32>, segment: &Segment) {
         let done = a.label("rows_asked");
-        let places: Vec<Label> = (0..self.unrolled()).map(|_| a.label("rows_at")).collect();
+        let places: Vec<Label> = (0..self.unrolled).map(|_| a.label("rows_at")).collect();
         emit_dispatch(a, position, &places);
         for (position, place) in (0..).zip(&places) {
             if position > 0 {
@@ -254,7 +256,7 @@ impl Sm90<'_> {
         let acc = self.arithmetic.emit_accumulators(a);
         let num_runs = self.weights.num_runs;
         let done = a.label("main_loop_done");
-        let runs: Vec<Label> = (0..self.unrolled()).map(|_| a.label("main_loop")).collect();
+        let runs: Vec<Label> = (0..self.unrolled).map(|_| a.label("main_loop")).collect();
         a.section("main loop", |a| emit_dispatch(a, position, &runs));
         for (run, label) in (0..).zip(&runs) {
             a.bind(*label);
@@ -267,7 +269,7 @@ impl Sm90<'_> {
                 let rows = self.rows.slots[(run % self.rows.num_slots()) as usize];
                 let (loads, mut parts) = self.arithmetic.emit_pairs(a, weights, rows, &acc);
                 let loads = self.rows.emit_begin_run(a, run, num_runs, loads);
-                self.weights.emit_wait(a, slot);
+                self.weights.emit_wait(a, run);
                 // All loads come before the last pair's arithmetic, where the slot is asked for anew.
                 let mut second = parts.split_off(parts.len().saturating_sub(2).max(1));
                 let later = second.iter_mut().map(|part| std::mem::take(&mut part.loads));
@@ -279,8 +281,8 @@ impl Sm90<'_> {
             });
         }
         a.section("main loop", |a| {
-            self.weights.emit_advance(a, self.unrolled());
-            self.rows.emit_advance(a, self.unrolled().into());
+            self.weights.emit_end_pass(a, self.unrolled);
+            self.rows.emit_advance(a, self.unrolled.into());
             a.bra(runs[0]);
         });
         a.bind(done);

@@ -81,7 +81,7 @@ impl<'a> RowRing<'a> {
     }
 
     /// The team meets.
-    pub(super) fn emit_barrier(&self, a: &mut Asm) {
+    fn emit_barrier(&self, a: &mut Asm) {
         emit_team_barrier(a, self.config, self.team);
     }
 

@@ -1,8 +1,8 @@
 //! A warp's own ring of weights: bulk copies by one lane, one mbarrier a slot.
 //!
 //! A slot's barrier expects one arrival and the bytes of the copy; the arrival is the asking lane's, with the
-//! count of bytes. Every wait flips the parity that the slot's next wait names. Nobody else reads a slot, so
-//! a warp barrier after the warp's last read is all that must precede the next copy into it.
+//! count of bytes. The ring is never begun anew, so the parity of a phase follows from the loop's passes
+//! through it. Nobody else reads a slot, so a warp barrier after the warp's last read is all that must precede the next copy into it.
 //! Source: PTX ISA, "cp.async.bulk", "mbarrier", "elect.sync".
 
 use std::cell::RefCell;
@@ -73,8 +73,9 @@ pub(super) struct WeightRing<'a> {
     barriers: Reg<B32>,
     elected: Reg<Pred>,
     policy: Option<Reg<B64>>,
-    /// Parity of each slot's next phase.
-    parities: Vec<Reg<B32>>,
+    /// Parity of the phases that the loop's first pass through the ring waits for, if it changes: with an even
+    /// number of passes it does not.
+    parity: Option<Reg<B32>>,
     /// Runs of the segment not yet computed.
     pub(super) num_runs: Reg<B32>,
     /// Runs not yet asked for of the segment that is being asked for.
@@ -128,6 +129,7 @@ impl<'a> WeightRing<'a> {
         config: &'a Config,
         params: &Params,
         slots: Vec<Slot>,
+        unrolled: u32,
         warp: &Warp,
     ) -> Self {
         let policy = config.evict_first.then(|| a.reg());
@@ -141,7 +143,7 @@ impl<'a> WeightRing<'a> {
             barriers: warp.barriers,
             elected: warp.elected,
             policy,
-            parities: slots.iter().map(|_| a.reg()).collect(),
+            parity: (unrolled / config.stages % 2 == 1).then(|| a.reg()),
             slots,
             num_runs: a.reg(),
             to_ask: a.reg(),
@@ -154,7 +156,7 @@ impl<'a> WeightRing<'a> {
             if let Some(policy) = policy {
                 a.createpolicy_fractional_l2_evict_first_b64(policy);
             }
-            ring.parities.iter().for_each(|parity| a.mov_b32(*parity, 0));
+            ring.parity.iter().for_each(|parity| a.mov_b32(*parity, 0));
             ring.emit_elected(a, |a| {
                 for slot in 0..config.stages {
                     a.mbarrier_init_shared_b64(ring.barrier(slot), 1);
@@ -226,7 +228,7 @@ impl<'a> WeightRing<'a> {
                 let none = a.label("none");
                 let exists = a.test_u32(Cmp::Ne, self.num_runs, 0);
                 a.unless(exists, |a| a.bra(none));
-                self.emit_await(a, 0);
+                self.emit_wait(a, 0);
                 a.bind(none);
                 (self.first_slots()..stages).for_each(|slot| self.emit_ask(a, slot, slot));
                 self.emit_advance(a, stages);
@@ -354,21 +356,30 @@ impl<'a> WeightRing<'a> {
         }
     }
 
-    /// Waits until a slot's weights are there. What the elected lane did to the barriers must be known: the
-    /// team has met since.
-    pub(super) fn emit_wait(&self, a: &mut Asm, slot: u32) {
-        self.emit_await(a, slot);
-        let parity = self.parities[slot as usize];
-        a.xor_b32(parity, parity, 1);
-    }
-
-    fn emit_await(&self, a: &mut Asm, slot: u32) {
-        let parity = self.parities[slot as usize];
+    /// Waits until the weights of a position of the loop are there. What the elected lane did to the barriers must
+    /// be known: the team has met since.
+    pub(super) fn emit_wait(&self, a: &mut Asm, position: u32) {
+        let stages = self.config.stages;
+        let barrier = self.barrier(position % stages);
         let again = a.label("again");
         a.bind(again);
         let arrived = a.reg();
-        a.mbarrier_try_wait_parity_shared_cta_b64(arrived, self.barrier(slot), parity);
+        match self.parity {
+            Some(parity) => a.mbarrier_try_wait_parity_shared_cta_b64(arrived, barrier, parity),
+            None => {
+                let parity = position / stages % 2;
+                a.mbarrier_try_wait_parity_shared_cta_b64(arrived, barrier, parity);
+            }
+        }
         a.unless(arrived, |a| a.bra(again));
+    }
+
+    /// Ends a pass of the loop.
+    pub(super) fn emit_end_pass(&self, a: &mut Asm, unrolled: u32) {
+        self.emit_advance(a, unrolled);
+        if let Some(parity) = self.parity {
+            a.xor_b32(parity, parity, 1);
+        }
     }
 
     /// Asks for the run `stages` after this one, at a position of the loop, into the slot that the warp has read.
@@ -378,7 +389,7 @@ impl<'a> WeightRing<'a> {
     }
 
     /// Moves on by some runs.
-    pub(super) fn emit_advance(&self, a: &mut Asm, runs: u32) {
+    fn emit_advance(&self, a: &mut Asm, runs: u32) {
         for from in &self.from {
             a.add_u64(*from, *from, u64::from(runs * self.step()));
         }
