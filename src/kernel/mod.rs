@@ -14,7 +14,7 @@ pub mod sm90;
 mod stream;
 pub mod stripe;
 
-pub use cost::Work;
+pub use cost::{CostModel, Work};
 pub use params::Arguments;
 pub use problem::{Config, Conversion, Plan, Problem, Reduction, Rows, Scaling, Start};
 
@@ -36,6 +36,8 @@ pub trait KernelFamily: Sync {
     fn work(&self, config: &Config) -> Work;
     /// Runs of a team whose weights are on their way while one is computed.
     fn runs_in_flight(&self, config: &Config) -> u32;
+    /// The constants of its cost.
+    fn model(&self) -> &'static CostModel;
     /// Bytes of shared memory of a configuration.
     fn smem_bytes(&self, config: &Config) -> u32;
     /// About how many registers a thread needs: with fewer the assembler spills.

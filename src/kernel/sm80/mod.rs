@@ -27,7 +27,7 @@
 mod ring;
 
 use self::ring::Cursor;
-use super::Work;
+use super::cost::{CostModel, Work};
 use super::epilogue::{Accumulators, Epilogue, Thread, epilogue_bytes};
 use super::params::{Params, load_u32};
 use super::problem::{Config, Conversion, Problem, Rows, Scaling, Start};
@@ -296,6 +296,29 @@ impl<'a> Sm80<'a> {
     }
 }
 
+/// Fitted to 1100 measurements on one H200: see `benches/NOTES.md`. Other cards are ranked by the same
+/// curves; their rates differ, the order of configurations less so.
+static MODEL: CostModel = CostModel {
+    start_us: 2.07,
+    wave_us: 1.82,
+    bytes_per_us: 4.69e6,
+    activation_share: 0.112,
+    in_flight_bytes: 20.9e3,
+    imbalance: 0.23,
+    issue_per_us: 2315.0,
+    mma_weight: 8.66,
+    exposed_share: 0.243,
+    round_floor: 785.0,
+    round_overhead: 27.0,
+    crowd_us: 0.0,
+    epilogue_us: 0.278,
+    epilogue_us_per_100kb: 0.441,
+    hop_us: 1.54,
+    helper_us: 0.135,
+    helper_us_per_100kb: 1.18,
+    overlap: 3.1,
+};
+
 /// The family.
 #[derive(Clone, Copy, Debug)]
 pub struct Sm80Family;
@@ -340,6 +363,10 @@ impl super::KernelFamily for Sm80Family {
 
     fn runs_in_flight(&self, config: &Config) -> u32 {
         config.stages - 1
+    }
+
+    fn model(&self) -> &'static CostModel {
+        &MODEL
     }
 
     fn smem_bytes(&self, config: &Config) -> u32 {

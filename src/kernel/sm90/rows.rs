@@ -7,9 +7,9 @@
 //! Source: PTX ISA, "Data Movement and Conversion Instructions: Asynchronous Copy".
 
 use super::weights::Warp;
-use crate::asm::{Asm, Stream};
 use crate::asm::reg::{Imm, Reg, Region};
 use crate::asm::types::{B32, B64, Cmp, Pred};
+use crate::asm::{Asm, Stream};
 use crate::kernel::epilogue::Thread;
 use crate::kernel::params::{Params, load_u32, load_u64};
 use crate::kernel::problem::{Config, Rows};
