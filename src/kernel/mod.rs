@@ -15,7 +15,7 @@ pub mod sm90wg;
 mod stream;
 pub mod stripe;
 
-pub use cost::{Cost, Work};
+pub use cost::{Cost, CostModel, Work};
 pub use params::Arguments;
 pub use problem::{Config, Conversion, Plan, Problem, Reduction, Rows, Scaling, Start};
 
@@ -40,14 +40,10 @@ pub trait KernelFamily: Sync {
     fn stripe_step(&self, _config: &Config) -> u32 {
         1
     }
-    /// What a launch with stripes of `stripe` runs is predicted to take.
-    fn cost(&self, config: &Config, problem: &Problem, device: &DeviceSpec, stripe: u32) -> Cost {
-        cost::of_mma(config, problem, device, stripe)
-    }
-    /// What one warp issues for one run.
-    fn work(&self, config: &Config) -> Work;
     /// Runs of a team whose weights are on their way while one is computed.
     fn runs_in_flight(&self, config: &Config) -> u32;
+    /// What a launch with stripes of `stripe` runs is predicted to take.
+    fn cost(&self, config: &Config, problem: &Problem, device: &DeviceSpec, stripe: u32) -> Cost;
     /// Bytes of shared memory of a configuration.
     fn smem_bytes(&self, config: &Config) -> u32;
     /// Appends the arguments after those of [`Params`](params::Params), if the family declares more.
@@ -58,10 +54,6 @@ pub trait KernelFamily: Sync {
     }
     /// About how many registers a thread needs: with fewer the assembler spills.
     fn registers_needed(&self, config: &Config) -> u32;
-    /// What the cost model's prediction is multiplied by.
-    fn time_factor(&self) -> f64 {
-        1.0
-    }
     /// The kernel of a legal configuration.
     fn build(&self, config: &Config, target: SmArch) -> Module;
 }

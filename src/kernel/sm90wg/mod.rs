@@ -23,7 +23,7 @@ mod select;
 mod supply;
 
 use self::supply::Supply;
-use super::cost::{Cost, Work};
+use super::cost::Cost;
 use super::params::{Arguments, Params, load_u32, magic};
 use super::problem::{Config, Conversion, Problem, Reduction, Rows, Scaling, Start};
 use super::stripe::{Segment, emit_stripe};
@@ -362,10 +362,6 @@ impl super::KernelFamily for Sm90WgFamily {
 
     fn cost(&self, config: &Config, problem: &Problem, device: &DeviceSpec, stripe: u32) -> Cost {
         select::cost(config, problem, device, stripe)
-    }
-
-    fn work(&self, config: &Config) -> Work {
-        select::work(config)
     }
 
     fn runs_in_flight(&self, config: &Config) -> u32 {
