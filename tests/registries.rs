@@ -79,10 +79,20 @@ fn every_weight_type_is_multiplied_as_it_decodes() {
         let unpacked = layer.packed.unpack();
         assert!(unpacked.codes == layer.codes && unpacked.scales == layer.scales, "seed {seed}");
         for (backend_name, backend) in backends() {
-            for flags in ["", "_fs"] {
+            let kernels =
+                [("sm80", ""), ("sm80", "_fs"), ("sm80", "_sn"), ("sm90", ""), ("sm90", "_sn")];
+            for (family, flags) in kernels {
+                if flags == "_sn" && format.subnormal().is_none() {
+                    continue;
+                }
                 let name = format.name();
-                let name = format!("marlin_sm80_{name}_f16_m16n64k256_g128_w1_s2_c1{flags}");
+                let name = format!("marlin_{family}_{name}_f16_m16n64k256_g128_w1_s2_c1{flags}");
                 let config: Config = name.parse().unwrap_or_else(|error| panic!("{error}"));
+                let arch = backend.device().arch;
+                if !select::family_of(&config).runs_on(arch) {
+                    eprintln!("skipped: {config} on {arch}");
+                    continue;
+                }
                 if let Err(why) = products(&backend, config, &layer) {
                     panic!("{backend_name}, {config}, seed {seed}: {why}");
                 }

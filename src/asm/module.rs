@@ -1,8 +1,8 @@
 //! A finished program: target, entry, parameters, registers and shared-memory plan.
 
 use super::builder::{Item, Node};
-use super::isa::Inst;
 use super::isa::cluster::Cluster;
+use super::isa::{Inst, Since, ptx};
 use super::reg::{Param, Region};
 use super::types::Class;
 use crate::target::{PtxIsa, SmArch};
@@ -83,6 +83,9 @@ pub struct Entry {
     pub(super) mistakes: Vec<String>,
 }
 
+/// What clusters need (`.reqnctapercluster`).
+pub(super) const CLUSTERS: Since = ptx(7, 8, 90);
+
 /// A module with one kernel.
 #[derive(Clone, Debug)]
 pub struct Module {
@@ -119,6 +122,7 @@ impl Module {
     /// The lowest PTX ISA version with every used form and the target.
     pub fn isa(&self) -> PtxIsa {
         let target = self.target.since().unwrap_or(PtxIsa::new(0, 0));
+        let target = if self.entry.cluster > 1 { target.max(CLUSTERS.isa) } else { target };
         self.nodes().map(|node| node.inst.since().isa).fold(target, PtxIsa::max)
     }
 }

@@ -22,7 +22,7 @@ use super::isa::{
     Effect, Inst, TargetSet, alu::Alu, async_copy::CopyAsync, bulk::Bulk, cluster::Cluster,
     cluster::SetmaxnregDec, cluster::SetmaxnregInc, sync::Sync, wgmma::Wgmma,
 };
-use super::module::Module;
+use super::module::{CLUSTERS, Module};
 use super::reg::{In, Label, Role};
 use super::types::Class;
 use crate::target::{DeviceSpec, PtxIsa, SmArch};
@@ -145,6 +145,12 @@ impl Checker<'_> {
         if !(1..=8).contains(&cluster) {
             let what = format!("clusters of {cluster} CTAs: every device has 1 to 8");
             self.report(Rule::Launch, None, what);
+        }
+        let target = self.module.target;
+        if cluster > 1 && !CLUSTERS.targets.contains(target) {
+            let needs = CLUSTERS.targets;
+            let what = format!("clusters need {needs}, the target is {target}: use single CTAs");
+            self.report(Rule::Target, None, what);
         }
         for param in entry.params.iter().filter(|param| !matches!(param.bytes, 4 | 8 | 128)) {
             let what = format!(

@@ -145,6 +145,11 @@ impl Work {
 
 /// Predicts one launch.
 pub fn cost(config: &Config, problem: &Problem, device: &DeviceSpec, stripe: u32) -> Cost {
+    family_of(config).cost(config, problem, device, stripe)
+}
+
+/// The prediction for families that use `mma.m16n8k16`.
+pub(super) fn of_mma(config: &Config, problem: &Problem, device: &DeviceSpec, stripe: u32) -> Cost {
     let (tiling, model) = (Tiling::new(config, problem), &MODEL);
     let num_sms = f64::from(device.num_sms);
     let stripe = f64::from(stripe);

@@ -15,13 +15,13 @@ pub mod sm90wg;
 mod stream;
 pub mod stripe;
 
-pub use cost::Work;
+pub use cost::{Cost, Work};
 pub use params::Arguments;
-pub use problem::{Config, Conversion, Plan, Problem, Reduction, Rows, Scaling};
+pub use problem::{Config, Conversion, Plan, Problem, Reduction, Rows, Scaling, Start};
 
 use crate::asm::Module;
 use crate::backend::ArgList;
-use crate::target::SmArch;
+use crate::target::{DeviceSpec, SmArch};
 
 /// A kernel design for a range of architectures.
 pub trait KernelFamily: Sync {
@@ -34,6 +34,14 @@ pub trait KernelFamily: Sync {
     /// Configurations worth considering for a problem, in the preferred numerics: lists in order of preference, of
     /// each of which the first legal one counts.
     fn candidates(&self, problem: &Problem) -> Vec<Vec<Config>>;
+    /// Stripes are multiples of this many runs, and so are tiles.
+    fn stripe_step(&self, _config: &Config) -> u32 {
+        1
+    }
+    /// What a launch with stripes of `stripe` runs is predicted to take.
+    fn cost(&self, config: &Config, problem: &Problem, device: &DeviceSpec, stripe: u32) -> Cost {
+        cost::of_mma(config, problem, device, stripe)
+    }
     /// What one warp issues for one run.
     fn work(&self, config: &Config) -> Work;
     /// Runs of a team whose weights are on their way while one is computed.

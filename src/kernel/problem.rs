@@ -79,6 +79,17 @@ pub enum Conversion {
     Subnormal,
 }
 
+/// How a kernel's stream of weights begins, where the family has a choice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Start {
+    /// All slots of the ring are requested at once.
+    Full,
+    /// Half of them, the others when the first has arrived: the first bytes wait for fewer others.
+    Ramped,
+    /// All of them, and as much again is brought into L2: for grids that begin early.
+    Prefetched,
+}
+
 /// How CTAs that share a tile add up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Reduction {
@@ -113,6 +124,8 @@ pub struct Config {
     pub runs_per_stage: u32,
     /// CTAs that share an SM.
     pub ctas_per_sm: u32,
+    /// How the stream of weights begins.
+    pub start: Start,
     /// How codes become fragments.
     pub conversion: Conversion,
     /// Where the group scale is applied.
@@ -165,6 +178,11 @@ impl fmt::Display for Config {
         write!(f, "_w{}_s{}_c{}", self.warps_n, self.stages, self.ctas_per_sm)?;
         if self.runs_per_stage != 1 {
             write!(f, "_x{}", self.runs_per_stage)?;
+        }
+        match self.start {
+            Start::Full => {}
+            Start::Ramped => write!(f, "_sr")?,
+            Start::Prefetched => write!(f, "_sp")?,
         }
         if self.conversion == Conversion::Subnormal {
             write!(f, "_sn")?;
@@ -247,6 +265,7 @@ impl FromStr for Config {
             stages,
             runs_per_stage: 1,
             ctas_per_sm,
+            start: Start::Full,
             conversion: Conversion::Value,
             scaling: Scaling::Promote,
             reduction: Reduction::F32,
@@ -257,13 +276,17 @@ impl FromStr for Config {
             match flag {
                 "x2" => config.runs_per_stage = 2,
                 "x4" => config.runs_per_stage = 4,
+                "sr" => config.start = Start::Ramped,
+                "sp" => config.start = Start::Prefetched,
                 "sn" => config.conversion = Conversion::Subnormal,
                 "fs" => config.scaling = Scaling::Fragment,
                 "r16" => config.reduction = Reduction::F16InPlace,
                 "kt" => config.rows = Rows::Vector,
                 "el" => config.rows = Rows::Element,
                 "ef" => config.evict_first = true,
-                _ => return Err(error("a flag is none of x2, x4, sn, fs, r16, kt, el, ef")),
+                _ => {
+                    return Err(error("a flag is none of x2, x4, sr, sp, sn, fs, r16, kt, el, ef"));
+                }
             }
         }
         // One spelling per configuration.

@@ -104,9 +104,13 @@ pub fn tile_m_for(m: u64) -> u32 {
     TILE_MS.into_iter().find(|tile| u64::from(*tile) >= m).unwrap_or(64)
 }
 
-/// The batch rounded up to a step that choices distinguish: the row tiles up to 64, then powers of two.
+/// Batches that choices distinguish, before powers of two.
+const STEPS: [u64; 13] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256];
+
+/// The batch rounded up to a step that choices distinguish.
 pub fn step(m: u64) -> u64 {
-    if m <= 64 { tile_m_for(m).into() } else { m.min(MAX_ROWS).next_power_of_two() }
+    let known = STEPS.into_iter().find(|step| *step >= m);
+    known.unwrap_or_else(|| m.min(MAX_ROWS).next_power_of_two())
 }
 
 /// Every configuration of every family that is worth considering for a problem on a target, in the
@@ -125,17 +129,26 @@ pub fn candidates(problem: &Problem, target: SmArch) -> Vec<Config> {
 /// eighths of a tile, and an even share for each CTA slot.
 fn stripes(tiling: &Tiling, config: &Config, device: &DeviceSpec) -> Vec<u32> {
     let slots = u64::from(device.num_sms * config.ctas_per_sm);
-    let tiles_per_slot = (tiling.num_tiles * tiling.row_tiles).div_ceil(slots);
+    let all_tiles = tiling.num_tiles * tiling.row_tiles;
+    let tiles_per_slot = all_tiles.div_ceil(slots);
     let mut stripes: Vec<u64> = vec![tiling.k_tiles];
+    // Stripes run over the row tiles or lie in one.
+    let covers_rows = family_of(config).stripes_cover_rows();
+    let num_tiles = if covers_rows { all_tiles } else { tiling.num_tiles };
     // Row tiles already fill a card that many times: partial sums would only cost.
-    if tiling.row_tiles * tiling.num_tiles < 4 * slots {
+    let few = all_tiles < 4 * slots;
+    if few {
         stripes.extend((2..=8).map(|parts| tiling.k_tiles.div_ceil(parts)));
-        let runs = tiling.num_tiles * tiling.k_tiles;
-        stripes.push(tiling.k_tiles * tiles_per_slot.min(tiling.num_tiles));
         for waves in 1..=2 {
-            stripes.push((runs * tiling.row_tiles).div_ceil(slots * waves).clamp(1, runs));
+            let even = (all_tiles * tiling.k_tiles).div_ceil(slots * waves);
+            stripes.push(even.clamp(1, num_tiles * tiling.k_tiles));
         }
     }
+    if few || covers_rows {
+        stripes.push(tiling.k_tiles * tiles_per_slot.min(num_tiles));
+    }
+    let step = u64::from(family_of(config).stripe_step(config));
+    stripes.iter_mut().for_each(|stripe| *stripe = stripe.next_multiple_of(step));
     stripes.sort_unstable();
     stripes.dedup();
     stripes.into_iter().map(|stripe| stripe as u32).collect()
@@ -233,7 +246,9 @@ pub fn ranked(problem: &Problem, device: &DeviceSpec) -> Vec<Choice> {
 /// Whether the run count is within what the kernel's division covers.
 fn divisible(config: &Config, problem: &Problem) -> bool {
     let tiling = Tiling::new(config, problem);
-    tiling.num_tiles * tiling.k_tiles < 1 << 30
+    let tiles = num_tiles(config, problem, problem.m.min(MAX_ROW_TILES * u64::from(config.tile_m)));
+    tiles * tiling.k_tiles < 1 << 30
+        && tiling.k_tiles.is_multiple_of(family_of(config).stripe_step(config).into())
 }
 
 /// The cheapest choice for the problem's [`step`] of the batch.

@@ -2,22 +2,26 @@
 
 use std::collections::HashSet;
 
-use makaira::kernel::{Config, Conversion, FAMILIES, Reduction, Rows, Scaling, select};
+use makaira::kernel::{Config, Conversion, FAMILIES, Reduction, Rows, Scaling, Start, select};
 use makaira::target::SmArch;
 use makaira::weights::Group;
 
 /// Configurations of the wgmma family over all its dimensions, those that are legal.
 pub fn wgmma() -> Vec<Config> {
     let mut family = Vec::new();
-    for tile_m in [8, 16, 24, 32, 48, 64, 96, 128, 256] {
+    for tile_m in [8, 16, 24, 32, 48, 64, 96, 128, 192, 256] {
         for (tile_n, warps_n, warps_k) in [
             (64, 4, 1),
             (64, 4, 2),
-            (128, 8, 1),
+            (64, 4, 4),
             (128, 4, 1),
+            (128, 4, 2),
+            (128, 8, 1),
+            (128, 8, 2),
             (192, 12, 1),
-            (256, 16, 1),
             (256, 8, 1),
+            (256, 8, 2),
+            (256, 16, 1),
         ] {
             for group in [Group::PerColumn, Group::Size(32), Group::Size(64), Group::Size(128)] {
                 for (rows, scaling) in [
@@ -40,6 +44,7 @@ pub fn wgmma() -> Vec<Config> {
                             stages,
                             runs_per_stage,
                             ctas_per_sm,
+                            start: Start::Full,
                             conversion: Conversion::Value,
                             scaling,
                             reduction: Reduction::F32,
@@ -56,7 +61,7 @@ pub fn wgmma() -> Vec<Config> {
 }
 
 /// A configuration's values, one number a dimension.
-fn values(config: &Config) -> [u32; 13] {
+fn values(config: &Config) -> [u32; 14] {
     let family = FAMILIES.iter().position(|family| family.name() == config.family);
     [
         family.expect("a registered family") as u32,
@@ -68,6 +73,7 @@ fn values(config: &Config) -> [u32; 13] {
         config.stages,
         config.runs_per_stage,
         config.ctas_per_sm,
+        config.start as u32,
         config.scaling as u32,
         config.reduction as u32,
         config.rows as u32,

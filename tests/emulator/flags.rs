@@ -6,6 +6,34 @@ use makaira::emu::{Fault, FaultKind};
 
 use super::support::{Prelude, Run, element, module, pointer};
 
+/// Vector sums of many threads and CTAs do not race with each other; an ordinary access does.
+#[test]
+fn vector_sums_are_atomic() {
+    let program = |reads: bool, offset: i32| {
+        module(64, 16, |asm, p| {
+            let sums = pointer(asm, "sums");
+            let values = asm.regs();
+            for (n, value) in values.into_iter().enumerate() {
+                asm.mov_f32(value, 0.5 + n as f32);
+            }
+            asm.red_relaxed_gpu_global_add_v4_f32(sums.at(offset), values);
+            let last = asm.test_u32(Cmp::Eq, p.tid, 63);
+            if reads {
+                let word = asm.reg();
+                asm.when(last, |asm| asm.ld_global_b32(word, sums.at(4)));
+            }
+        })
+    };
+    let mut run = Run::new().words(&[0; 8]);
+    run.clean(&program(false, 16), [3, 1]);
+    let sums = run.read(0, 8).into_iter().map(f32::from_bits).collect::<Vec<_>>();
+    assert_eq!(sums, [0.0, 0.0, 0.0, 0.0, 96.0, 288.0, 480.0, 672.0]);
+    let fault = Run::new().words(&[0; 8]).fault(&program(true, 0), [3, 1]);
+    assert_eq!(fault.kind, FaultKind::Race);
+    let fault = Run::new().words(&[0; 8]).fault(&program(false, 8), [1, 1]);
+    assert_eq!(fault.kind, FaultKind::Misaligned);
+}
+
 type Reg64 = makaira::asm::reg::Reg<makaira::asm::types::B64>;
 
 /// CTA 0 fills a buffer and sets a flag; CTA 1 waits for the flag and reads the buffer. `publish` and

@@ -80,7 +80,7 @@ fn previous_barrier(module: &Module, index: usize) -> Option<usize> {
 
 /// What is done to a module.
 #[derive(Clone, Copy, PartialEq)]
-enum Mutation {
+pub enum Mutation {
     None,
     /// One instruction is weakened: the n-th that can be, counted over the module, if there are so many.
     Weakened(usize),
@@ -91,48 +91,49 @@ enum Mutation {
 /// An emulator that loads mutants.
 struct Mutating {
     inner: EmuBackend,
-    config: Config,
-    mutation: Mutation,
+    edit: Edit,
     /// What was mutated.
     mutated: Mutex<Option<String>>,
 }
 
-impl Mutating {
-    fn mutate(&self, module: &Module) -> Module {
-        let mut mutant = module.clone();
-        match self.mutation {
-            Mutation::None => {}
-            Mutation::Weakened(which) => self.weaken(&mut mutant, which),
+/// Changes a module; what it changed, in words, if it found it.
+pub type Edit = Box<dyn Fn(&mut Module) -> Option<String> + Send + std::marker::Sync>;
+
+impl Mutation {
+    /// The mutation of a configuration's kernel.
+    fn edit(self, config: Config) -> Edit {
+        Box::new(move |mutant| match self {
+            Mutation::None => None,
+            Mutation::Weakened(which) => Self::weaken(&config, mutant, which),
             Mutation::Unswizzled => {
+                let mut found = None;
                 for item in &mut mutant.entry.items {
                     if let Item::Inst(node) = item
                         && let Inst::Alu(Alu::XorB32(XorB32 { d, a, b: In::Reg(_) })) = node.inst
                     {
                         node.inst = MovB32 { d, a }.into();
-                        *self.mutated.lock().expect("no thread panicked") = Some("swizzle".into());
+                        found = Some("swizzle".into());
                     }
                 }
+                found
             }
-        }
-        mutant
+        })
     }
 
-    fn weaken(&self, mutant: &mut Module, which: usize) {
+    fn weaken(config: &Config, mutant: &mut Module, which: usize) -> Option<String> {
         let mut count = 0;
         for index in 0..mutant.entry.items.len() {
             let Item::Inst(node) = mutant.entry.items[index] else { continue };
             let covered = previous_barrier(mutant, index).is_some();
-            for replacement in weakened(&self.config, &node.inst) {
+            for replacement in weakened(config, &node.inst) {
                 if covered {
                     break;
                 }
                 if count == which {
                     let section = &mutant.entry.sections[node.section as usize];
                     let now = replacement.map_or("nothing".into(), |inst| inst.to_string());
-                    *self.mutated.lock().expect("no thread panicked") = Some(format!(
-                        "`{}` becomes `{now}` in {section}, {}",
-                        node.inst, node.emitter
-                    ));
+                    let what =
+                        format!("`{}` becomes `{now}` in {section}, {}", node.inst, node.emitter);
                     match replacement {
                         Some(inst) => {
                             mutant.entry.items[index] = Item::Inst(Node { inst, ..node });
@@ -144,11 +145,12 @@ impl Mutating {
                             mutant.entry.items.remove(index);
                         }
                     }
-                    return;
+                    return Some(what);
                 }
                 count += 1;
             }
         }
+        None
     }
 }
 
@@ -169,7 +171,10 @@ impl Backend for Mutating {
         self.inner.download(ptr, bytes)
     }
     fn load(&self, module: &Module) -> Result<Arc<dyn Kernel>, Error> {
-        self.inner.load(&self.mutate(module))
+        let mut mutant = module.clone();
+        let mutated = (self.edit)(&mut mutant);
+        *self.mutated.lock().expect("no thread panicked") = mutated;
+        self.inner.load(&mutant)
     }
     fn launch(&self, kernel: &dyn Kernel, launch: &Launch<'_>) -> Result<(), Error> {
         self.inner.launch(kernel, launch)
@@ -191,34 +196,47 @@ fn fault_of(error: &(dyn std::error::Error + 'static)) -> Option<Fault> {
     None
 }
 
-struct Outcome {
+/// What came of a mutant.
+pub struct Outcome {
     /// What was mutated.
-    mutated: Option<String>,
-    fault: Option<Fault>,
-    report: Option<LaunchReport>,
+    pub mutated: Option<String>,
+    pub fault: Option<Fault>,
+    pub report: Option<LaunchReport>,
 }
 
-struct Case {
-    name: &'static str,
-    m: u64,
-    n: usize,
-    k: usize,
-    stripe: u32,
+/// A configuration and a product.
+pub struct Case {
+    pub name: &'static str,
+    pub m: u64,
+    pub n: usize,
+    pub k: usize,
+    pub stripe: u32,
 }
 
 impl Case {
     /// Runs a mutant.
     fn run(&self, packed: &PackedWeights, mutation: Mutation) -> Outcome {
+        let config: Config = self.name.parse().expect("the name of a configuration");
         let options = Options { max_idle_steps: 200_000, max_steps: 4 << 20, ..Options::default() };
+        self.run_edited(packed, mutation.edit(config), options)
+    }
+
+    /// Runs a kernel that `edit` has changed.
+    pub fn run_edited(&self, packed: &PackedWeights, edit: Edit, options: Options) -> Outcome {
+        let overlap = options.overlap;
         let inner = EmuBackend::h200_like(4).with_options(options);
         let config: Config = self.name.parse().expect("the name of a configuration");
-        let backend = Arc::new(Mutating { inner, config, mutation, mutated: Mutex::new(None) });
+        let backend = Arc::new(Mutating { inner, edit, mutated: Mutex::new(None) });
         let gemm = Gemm::new(backend.clone());
         let weight = gemm.upload(packed).expect("the weight fits");
         let a: Vec<f16> =
             (0..self.m as usize * self.k).map(|i| f16::from_f32((i % 13) as f32 - 6.0)).collect();
         let a_ptr = backend.alloc(2 * a.len() as u64).expect("the matrix fits");
         backend.upload(a_ptr, bytemuck::cast_slice(&a)).expect("the range is allocated");
+        if overlap {
+            // The activations come from a grid that may still run.
+            super::hopper::rewrite(&backend.inner, a_ptr, a.len() / 2);
+        }
         let c_ptr = backend.alloc(2 * self.m * self.n as u64).expect("the matrix fits");
         let (n, k) = (self.n as u32, self.k as u32);
         let problem =
@@ -239,7 +257,8 @@ impl Case {
         Outcome { mutated, fault, report: backend.inner.last_report() }
     }
 
-    fn packed(&self) -> PackedWeights {
+    /// The weights of the product.
+    pub fn packed(&self) -> PackedWeights {
         let config: Config = self.name.parse().expect("the name of a configuration");
         let dense: Vec<f32> = (0..self.n * self.k).map(|i| (i % 17) as f32 - 8.0).collect();
         let dense = Dense::F32(bytemuck::cast_slice(&dense));

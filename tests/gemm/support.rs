@@ -42,9 +42,10 @@ impl Device {
         Self { backend: emu.clone(), emu: Some(emu) }
     }
 
-    /// A Hopper card with few SMs, on the emulator.
+    /// A Hopper card with few SMs, on the emulator. Grids may begin before earlier ones have ended.
     pub fn hopper() -> Self {
-        Self::emulated(EmuBackend::h200_like(4))
+        let options = Options { overlap: true, ..Options::default() };
+        Self::emulated(EmuBackend::h200_like(4).with_options(options))
     }
 
     /// The same, its warps taking turns in another order.

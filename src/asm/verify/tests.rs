@@ -6,6 +6,7 @@ use crate::asm::reg::Reg;
 use crate::asm::types::{B16, B32, B64, Cmp, F32, Pred};
 
 mod definition;
+mod hopper;
 
 const SM80: SmArch = SmArch::baseline(80);
 

@@ -30,7 +30,7 @@ use self::ring::Cursor;
 use super::Work;
 use super::epilogue::{Accumulators, Epilogue, Thread, epilogue_bytes};
 use super::params::{Params, load_u32};
-use super::problem::{Config, Conversion, Problem, Rows, Scaling};
+use super::problem::{Config, Conversion, Problem, Rows, Scaling, Start};
 use super::stream::{
     Arithmetic, Bias, Geometry, Part, RowCopies, broken_rule, candidates, emit_row_tile,
     emit_rows_lane, emit_team_barrier, emit_woven,
@@ -38,7 +38,7 @@ use super::stream::{
 use super::stripe::emit_stripe;
 use crate::asm::reg::{Imm, Reg, Region};
 use crate::asm::types::{B32, B64, Cmp, Pred, Special};
-use crate::asm::{Asm, Module, Pattern};
+use crate::asm::{Asm, Module, Pattern, Stream};
 use crate::target::SmArch;
 use crate::weights::Group;
 
@@ -254,8 +254,8 @@ impl<'a> Sm80<'a> {
                         self.emit_woven_steps(a, steps);
                     }
                     Conversion::Subnormal => {
-                        let parts = self.arithmetic.emit_pairs(a, weights, rows, &acc);
-                        emit_woven(a, parts);
+                        let (loads, parts) = self.arithmetic.emit_pairs(a, weights, rows, &acc);
+                        emit_woven(a, loads, parts);
                     }
                 }
                 a.cp_async_commit_group();
@@ -273,7 +273,7 @@ impl<'a> Sm80<'a> {
     /// hoisting loads out of theirs, which would cost it more registers than there are.
     fn emit_woven_steps(&self, a: &mut Asm, steps: Vec<Part>) {
         if self.geometry.row_tiles < 4 {
-            return emit_woven(a, steps);
+            return emit_woven(a, Stream::new(), steps);
         }
         let [mut loads, mut dequant, mut mma] = [(); 3].map(|()| Vec::new());
         for step in steps {
@@ -315,6 +315,9 @@ impl super::KernelFamily for Sm80Family {
         }
         if !config.warps_n.is_power_of_two() {
             return Some(format!("{} warps side by side, not a power of two", config.warps_n));
+        }
+        if config.start != Start::Full {
+            return Some("the ring is always requested in full at the start".into());
         }
         if ![2, 4].contains(&config.tiles_per_warp()) {
             return Some(format!("a warp owns {} tiles, not 2 or 4", config.tiles_per_warp()));

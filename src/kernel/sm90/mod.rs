@@ -36,19 +36,21 @@ use super::stream::{
 use super::stripe::emit_stripe;
 use crate::asm::reg::Reg;
 use crate::asm::types::{B32, Cmp};
-use crate::asm::{Asm, Module};
+use crate::asm::{Asm, Module, Stream};
 use crate::target::SmArch;
 use crate::weights::format_by_name;
 
 /// Shared memory of an SM that a generation of CTAs should keep below, so that the next one has room.
 const HALF_SM_BYTES: u32 = 113 << 10;
+/// Shared memory that a CTA can have.
+const SM_BYTES: u32 = 227 << 10;
 /// Shared memory of an SM in thirds: CTAs of a generation take more than that.
 const THIRD_SM_BYTES: u32 = 77 << 10;
 
 /// How a configuration's shared memory is used.
 #[derive(Clone, Copy, Debug)]
 struct Layout {
-    /// Slots of activations: a multiple of the stages.
+    /// Slots of activations: a multiple of the stages, or one.
     row_slots: u32,
     /// Whether the partial sums have a place of their own; else they lie on the activations.
     sums_apart: bool,
@@ -67,10 +69,13 @@ impl Layout {
             let rows = row_slots * slot;
             weights.next_multiple_of(128) + if apart { rows + sums } else { rows.max(sums) }
         };
-        // Two runs are too few to hide the latency of L2.
-        let row_slots = match config.stages {
-            2 if bytes(4, false) <= room => 4,
-            stages => stages,
+        // Two runs are few to hide the latency of L2, but for a warp alone, which asks a run earlier; one will do
+        // where the next generation would have no room otherwise.
+        let row_slots = match (config.warps_n, config.stages) {
+            (1, stages) if bytes(stages, false) > room && bytes(1, false) <= room => 1,
+            (1, stages) if bytes(stages, false) > SM_BYTES => 1,
+            (2.., 2) if bytes(4, false) <= room => 4,
+            (_, stages) => stages,
         };
         let sums_apart = bytes(row_slots, true) <= room;
         Self {
@@ -107,7 +112,7 @@ pub fn build(config: &Config, target: SmArch) -> Module {
     let warp = a.section("who is who", |a| Warp::new(a, config));
     let weights = WeightRing::new(&mut a, config, &params, weights_slots, &warp);
     let (stripe, segment) = a.section("stripe", |a| emit_stripe(a, &params));
-    weights.emit_fill(&mut a, &stripe, &segment);
+    weights.emit_first_fill(&mut a, &stripe, &segment);
     let (thread, arithmetic, rows) = a.section("who is who", |a| {
         let lane = a.reg();
         a.and_b32(lane, warp.tid, 31);
@@ -120,6 +125,7 @@ pub fn build(config: &Config, target: SmArch) -> Module {
     let kernel = Sm90 { config, weights, rows, arithmetic };
     a.section("fill the activations' ring", |a| a.griddepcontrol_wait());
     kernel.rows.emit_fill(&mut a, &segment, kernel.weights.num_runs);
+    kernel.weights.emit_rest_of_fill(&mut a);
 
     let next_segment = a.label("segment");
     a.bind(next_segment);
@@ -172,11 +178,15 @@ pub fn build(config: &Config, target: SmArch) -> Module {
 }
 
 /// Fitted to what the assembler needs without spills: accumulators, a pair's sums, the batch's fragments, the
-/// words of a pair, a pointer a copy of rows, addresses.
+/// words of a pair, pointers, addresses; with several groups a run what the sums of each begin with.
 fn registers_needed(config: &Config) -> u32 {
     let (tiles, row_tiles) = (config.tiles_per_warp(), config.tile_m.div_ceil(8));
     let copies = config.tile_m.div_ceil(2 * config.warps_n);
-    4 * tiles * row_tiles + 20 * row_tiles + 2 * tiles + 2 * copies + 40
+    let more_groups = Geometry::new(config).groups_per_run - 1;
+    let constants = if config.conversion == Conversion::Value { 2 } else { 0 };
+    let cut_rows = if config.rows == Rows::Whole { 0 } else { 4 };
+    let sums = 4 * tiles * row_tiles + (20 + 4 * more_groups) * row_tiles;
+    sums + 2 * tiles + copies + constants + cut_rows + 40
 }
 
 /// The addresses and constants of a warp's arithmetic.
@@ -213,27 +223,26 @@ impl Sm90<'_> {
         let num_runs = self.weights.num_runs;
         let [next, done] = ["main_loop", "main_loop_done"].map(|name| a.label(name));
         a.bind(next);
-        let unrolled = self.rows.num_slots();
+        let unrolled = self.rows.num_slots().max(self.config.stages);
         for run in 0..unrolled {
             a.section(&format!("main loop, run {run}"), |a| {
                 let finished = a.test_u32(Cmp::Eq, num_runs, 0);
                 a.when(finished, |a| a.bra(done));
-                self.rows.emit_wait(a);
-                self.rows.emit_request(a, run, num_runs);
-                self.weights.emit_launch_dependents(a);
                 let slot = run % self.config.stages;
-                self.weights.emit_wait(a, slot);
                 let weights = self.weights.slots[slot as usize].codes;
-                let rows = self.rows.slots[run as usize];
-                let mut parts = self.arithmetic.emit_pairs(a, weights, rows, &acc);
+                let rows = self.rows.slots[(run % self.rows.num_slots()) as usize];
+                let (loads, mut parts) = self.arithmetic.emit_pairs(a, weights, rows, &acc);
+                let loads = self.rows.emit_begin_run(a, run, num_runs, loads);
+                self.weights.emit_launch_dependents(a);
+                self.weights.emit_wait(a, slot);
                 // All loads come before the last pair's arithmetic, where the slot is asked for anew.
                 let mut second = parts.split_off(parts.len().saturating_sub(2).max(1));
-                let loads = second.iter_mut().map(|part| std::mem::take(&mut part.loads));
-                let loads =
-                    loads.map(|loads| Part { loads, ..Part::default() }).collect::<Vec<_>>();
-                emit_woven(a, parts.into_iter().chain(loads));
+                let later = second.iter_mut().map(|part| std::mem::take(&mut part.loads));
+                let later =
+                    later.map(|loads| Part { loads, ..Part::default() }).collect::<Vec<_>>();
+                emit_woven(a, loads, parts.into_iter().chain(later));
                 self.weights.emit_request(a, slot, run);
-                emit_woven(a, second);
+                emit_woven(a, Stream::new(), second);
                 a.sub_u32(num_runs, num_runs, 1);
             });
         }

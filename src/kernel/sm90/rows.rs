@@ -1,14 +1,15 @@
 //! A team's ring of activations: `cp.async` by its lanes, several runs ahead.
 //!
 //! A slot's copies are one group. A slot is refilled after the team has met, which says both that all its
-//! copies into the next slot are complete and that all its reads of this one are over. Every copy of a lane
-//! has a pointer of its own, so that the runs of the unrolled loop differ by constants.
+//! copies into the next slot are complete and that all its reads of this one are over: at the beginning of the
+//! next run, but by a team of one warp in this one, which begins with its reads. Every copy of a
+//! lane has a pointer of its own, so that the runs of the unrolled loop differ by constants.
 //! Source: PTX ISA, "Data Movement and Conversion Instructions: Asynchronous Copy".
 
 use super::weights::Warp;
-use crate::asm::Asm;
 use crate::asm::reg::{Imm, Reg, Region};
 use crate::asm::types::{B32, B64, Cmp, Pred};
+use crate::asm::{Asm, Stream};
 use crate::kernel::epilogue::Thread;
 use crate::kernel::params::{Params, load_u32, load_u64};
 use crate::kernel::problem::{Config, Rows};
@@ -69,6 +70,16 @@ impl<'a> RowRing<'a> {
         self.config.warps_k * ROW_BYTES
     }
 
+    /// Whether the team is one warp, which refills a slot as soon as it has read it.
+    fn is_alone(&self) -> bool {
+        self.config.warps_n == 1
+    }
+
+    /// Runs whose activations are on their way while the next is waited for.
+    fn ahead(&self) -> u32 {
+        self.num_slots() - if self.is_alone() { 0 } else { 1 }
+    }
+
     /// The team meets.
     pub(super) fn emit_barrier(&self, a: &mut Asm) {
         emit_team_barrier(a, self.config, self.team);
@@ -99,27 +110,41 @@ impl<'a> RowRing<'a> {
                 a.add_u32(left, k, k);
                 a.sub_u32(left, left, byte);
             }
-            for slot in 0..self.num_slots() - 1 {
+            for slot in 0..self.ahead() {
                 let exists = a.test_u32(Cmp::Gt, num_runs, slot);
                 self.emit_copies(a, slot, slot, exists);
                 a.cp_async_commit_group();
             }
-            self.emit_advance(a, self.num_slots() - 1);
+            self.emit_advance(a, self.ahead());
         });
     }
 
     /// Waits until the oldest slot's activations are there for the whole team, and until the team has finished
-    /// with the slot before.
-    pub(super) fn emit_wait(&self, a: &mut Asm) {
-        a.cp_async_wait_group(Imm(self.num_slots() - 2));
+    /// with the slot before, then refills that; a team of one warp refills the oldest slot itself, as soon as
+    /// it has read it. `run` is the number of the run in the loop. What of `loads`, those of the batch, is not
+    /// done yet.
+    pub(super) fn emit_begin_run(
+        &self,
+        a: &mut Asm,
+        run: u32,
+        num_runs: Reg<B32>,
+        loads: Stream,
+    ) -> Stream {
+        a.cp_async_wait_group(Imm(self.ahead() - 1));
         self.emit_barrier(a);
+        if self.is_alone() {
+            a.append(loads);
+            self.emit_barrier(a);
+            self.emit_request(a, run, num_runs);
+            return Stream::new();
+        }
+        self.emit_request(a, run, num_runs);
+        loads
     }
 
-    /// Asks for the activations of the newest run in the ring, in the loop's run number `run`.
-    pub(super) fn emit_request(&self, a: &mut Asm, run: u32, num_runs: Reg<B32>) {
-        let ahead = self.num_slots() - 1;
-        let exists = a.test_u32(Cmp::Gt, num_runs, ahead);
-        self.emit_copies(a, (run + ahead) % self.num_slots(), run, exists);
+    fn emit_request(&self, a: &mut Asm, run: u32, num_runs: Reg<B32>) {
+        let exists = a.test_u32(Cmp::Gt, num_runs, self.ahead());
+        self.emit_copies(a, (run + self.ahead()) % self.num_slots(), run, exists);
         a.cp_async_commit_group();
     }
 

@@ -9,7 +9,7 @@ use crate::asm::Asm;
 use crate::asm::reg::{Reg, Region, SharedAddr};
 use crate::asm::types::{B32, B64, Cmp, Pred, Special};
 use crate::kernel::params::{Params, load_u32, load_u64};
-use crate::kernel::problem::Config;
+use crate::kernel::problem::{Config, Start};
 use crate::kernel::stream::{Geometry, emit_divide};
 use crate::kernel::stripe::{Segment, Stripe};
 use crate::weights::CHUNK_CHANNELS;
@@ -134,13 +134,12 @@ impl<'a> WeightRing<'a> {
                 a.createpolicy_fractional_l2_evict_first_b64(policy);
             }
             ring.parities.iter().for_each(|parity| a.mov_b32(*parity, 0));
-            let initialised = a.label("initialised");
-            a.unless(ring.elected, |a| a.bra(initialised));
-            for slot in 0..config.stages {
-                a.mbarrier_init_shared_b64(ring.barrier(slot), 1);
-            }
-            a.fence_mbarrier_init_release_cluster();
-            a.bind(initialised);
+            ring.emit_elected(a, |a| {
+                for slot in 0..config.stages {
+                    a.mbarrier_init_shared_b64(ring.barrier(slot), 1);
+                }
+                a.fence_mbarrier_init_release_cluster();
+            });
         });
         ring
     }
@@ -155,24 +154,79 @@ impl<'a> WeightRing<'a> {
         4 * self.geometry.tile_bytes * self.config.warps_k
     }
 
-    /// Emits the warp's way through a segment and asks for its first runs.
+    /// Emits the warp's way through a segment and asks for its first runs, as many as there are slots.
     pub(super) fn emit_fill(&self, a: &mut Asm, stripe: &Stripe, segment: &Segment) {
         a.section("fill the weights' ring", |a| {
-            self.emit_rewind(a, segment);
-            stripe.emit_by_rest(a, self.quiet_at, self.config.stages, 0);
-            let asked = a.label("asked");
-            a.unless(self.elected, |a| a.bra(asked));
-            for slot in 0..self.config.stages {
-                let exists = a.test_u32(Cmp::Gt, self.num_runs, slot);
-                a.when(exists, |a| self.emit_copy(a, slot, slot));
-            }
-            a.bind(asked);
+            self.emit_rewind(a, stripe, segment);
+            self.emit_ask(a, 0, self.config.stages);
             self.emit_advance(a, self.config.stages);
         });
     }
 
+    /// The same for the kernel's first segment, of which [`Start`] says how it begins.
+    pub(super) fn emit_first_fill(&self, a: &mut Asm, stripe: &Stripe, segment: &Segment) {
+        let stages = self.config.stages;
+        a.section("fill the weights' ring", |a| {
+            self.emit_rewind(a, stripe, segment);
+            let slots = match self.config.start {
+                Start::Ramped => stages.div_ceil(2),
+                Start::Full | Start::Prefetched => stages,
+            };
+            self.emit_ask(a, 0, slots);
+            if self.config.start == Start::Prefetched {
+                self.emit_elected(a, |a| {
+                    for run in stages..2 * stages {
+                        let exists = a.test_u32(Cmp::Gt, self.num_runs, run);
+                        for from in &self.from {
+                            let from = from.at((run * self.step()) as i32);
+                            let bytes = self.geometry.warp_bytes / self.from.len() as u32;
+                            a.when(exists, |a| a.cp_async_bulk_prefetch_l2_global(from, bytes));
+                        }
+                    }
+                });
+            }
+            self.emit_advance(a, slots);
+        });
+    }
+
+    /// Asks for the rest of the ring when its first slot has arrived, if not all was asked for at once.
+    pub(super) fn emit_rest_of_fill(&self, a: &mut Asm) {
+        if self.config.start != Start::Ramped {
+            return;
+        }
+        a.section("fill the rest of the weights' ring", |a| {
+            let none = a.label("no_rest");
+            let (stages, asked) = (self.config.stages, self.config.stages.div_ceil(2));
+            let exists = a.test_u32(Cmp::Gt, self.num_runs, asked);
+            a.unless(exists, |a| a.bra(none));
+            self.emit_await(a, 0);
+            self.emit_ask(a, asked, stages);
+            a.bind(none);
+            self.emit_advance(a, stages - asked);
+        });
+    }
+
+    /// Asks for runs into slots `first ..` up to `end`, as many as there are; `from` points at the first.
+    fn emit_ask(&self, a: &mut Asm, first: u32, end: u32) {
+        self.emit_elected(a, |a| {
+            for slot in first..end {
+                let exists = a.test_u32(Cmp::Gt, self.num_runs, slot);
+                a.when(exists, |a| self.emit_copy(a, slot, slot - first));
+            }
+        });
+    }
+
+    /// Emits what the elected lane does.
+    fn emit_elected(&self, a: &mut Asm, emit: impl FnOnce(&mut Asm)) {
+        let done = a.label("asked");
+        a.unless(self.elected, |a| a.bra(done));
+        emit(a);
+        a.bind(done);
+    }
+
     /// Points at the team's first run of a segment.
-    fn emit_rewind(&self, a: &mut Asm, segment: &Segment) {
+    fn emit_rewind(&self, a: &mut Asm, stripe: &Stripe, segment: &Segment) {
+        stripe.emit_by_rest(a, self.quiet_at, self.config.stages, 0);
         let (config, geometry) = (self.config, self.geometry);
         let first = a.reg();
         a.add_u32(first, segment.begin, self.team);
@@ -227,13 +281,18 @@ impl<'a> WeightRing<'a> {
     /// Waits until a slot's weights are there. What the elected lane did to the barriers must be known: the
     /// team has met since.
     pub(super) fn emit_wait(&self, a: &mut Asm, slot: u32) {
+        self.emit_await(a, slot);
+        let parity = self.parities[slot as usize];
+        a.xor_b32(parity, parity, 1);
+    }
+
+    fn emit_await(&self, a: &mut Asm, slot: u32) {
         let parity = self.parities[slot as usize];
         let again = a.label("again");
         a.bind(again);
         let arrived = a.reg();
         a.mbarrier_try_wait_parity_shared_cta_b64(arrived, self.barrier(slot), parity);
         a.unless(arrived, |a| a.bra(again));
-        a.xor_b32(parity, parity, 1);
     }
 
     /// Lets the next grid begin if this warp has asked for all its weights.

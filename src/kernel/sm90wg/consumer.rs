@@ -14,7 +14,6 @@ use crate::asm::Asm;
 use crate::asm::reg::{Label, Reg, RegRange};
 use crate::asm::types::{B16, B32, B64, Cmp, F32, Pred};
 use crate::kernel::epilogue::Accumulators;
-use crate::kernel::problem::Scaling;
 use crate::kernel::stream::emit_scale_fragment;
 use crate::kernel::stripe::{Segment, Stripe};
 use crate::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES};
@@ -107,7 +106,7 @@ impl<'a> Consumer<'a> {
     fn new(a: &mut Asm, wg: &'a Wg<'a>, supply: &'a Supply<'a>) -> Self {
         let (config, geometry) = (wg.config, wg.geometry);
         let tiles = config.tiles_per_warp() as usize;
-        let promotes = config.group != Group::PerColumn && config.scaling == Scaling::Promote;
+        let promotes = super::promotes(config);
         let [team, warp_n, rows, low, first, column, tile, base, quad] = a.regs();
         if config.warps_k == 1 {
             a.mov_b32(team, 0);

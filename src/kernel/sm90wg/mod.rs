@@ -19,18 +19,19 @@
 
 mod consumer;
 mod output;
+mod select;
 mod supply;
 
 use self::supply::Supply;
-use super::Work;
+use super::cost::{Cost, Work};
 use super::params::{Arguments, Params, load_u32, magic};
-use super::problem::{Config, Conversion, Problem, Reduction, Rows, Scaling};
+use super::problem::{Config, Conversion, Problem, Reduction, Rows, Scaling, Start};
 use super::stripe::{Segment, emit_stripe};
 use crate::asm::reg::{Param, Reg, Region};
 use crate::asm::types::{B32, Cmp, Pred, Special};
 use crate::asm::{Asm, Module};
 use crate::backend::{Arg, ArgList, DevicePtr, Swizzle, TensorMap};
-use crate::target::SmArch;
+use crate::target::{DeviceSpec, SmArch};
 use crate::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES, TILE_K};
 
 /// Inputs of one box of activations: 128 bytes, the width of the swizzle.
@@ -132,6 +133,11 @@ pub fn smem_bytes(config: &Config) -> u32 {
 fn registers(config: &Config) -> u32 {
     let warps = (config.num_warps() * config.ctas_per_sm).div_ceil(4);
     (512 / warps).min(255) / 8 * 8
+}
+
+/// Whether sums are scaled, in single precision, and not fragments. One scale a column is applied at the end.
+fn promotes(config: &Config) -> bool {
+    config.group != Group::PerColumn && config.scaling == Scaling::Promote
 }
 
 /// The entry parameters beside [`Params`].
@@ -321,10 +327,16 @@ impl super::KernelFamily for Sm90WgFamily {
         if config.rows == Rows::Element || config.reduction != Reduction::F32 {
             return Some("rows by elements and in-place reduction are left to family sm80".into());
         }
+        if config.start != Start::Full || config.evict_first {
+            return Some("other starts and the L2 policy are for the other families".into());
+        }
         if config.conversion != Conversion::Value {
             return Some(
                 "subnormal codes want the sums of the batch, which no warp has here".into(),
             );
+        }
+        if !(1..=4).contains(&config.runs_per_stage) || !config.runs_per_stage.is_power_of_two() {
+            return Some(format!("{} runs of a team in a stage: 1, 2 or 4", config.runs_per_stage));
         }
         if config.scaling == Scaling::Promote
             && !matches!(config.group, Group::PerColumn | Group::Size(128))
@@ -337,19 +349,27 @@ impl super::KernelFamily for Sm90WgFamily {
     }
 
     fn candidates(&self, problem: &Problem) -> Vec<Vec<Config>> {
-        Vec::new()
+        select::candidates(problem)
+    }
+
+    fn stripe_step(&self, config: &Config) -> u32 {
+        Geometry::new(config).stage_runs
+    }
+
+    fn cost(&self, config: &Config, problem: &Problem, device: &DeviceSpec, stripe: u32) -> Cost {
+        select::cost(config, problem, device, stripe)
     }
 
     fn work(&self, config: &Config) -> Work {
-        Work { instructions: 0.0, mma: 0.0 }
+        select::work(config)
     }
 
     fn runs_in_flight(&self, config: &Config) -> u32 {
         (config.stages - 1) * config.runs_per_stage
     }
 
-    fn registers_needed(&self, _config: &Config) -> u32 {
-        32
+    fn registers_needed(&self, config: &Config) -> u32 {
+        select::registers_needed(config)
     }
 
     fn extra_arguments(&self, config: &Config, arguments: &Arguments, list: &mut ArgList) {

@@ -12,7 +12,7 @@ pub(super) use bias::Bias;
 pub(super) use run::{Arithmetic, Part, emit_rows_lane, emit_scale_fragment, emit_woven};
 
 use super::params::{Params, load_u32};
-use super::problem::{Config, Conversion, Problem, Reduction, Scaling};
+use super::problem::{Config, Conversion, Problem, Reduction, Scaling, Start};
 use super::select::TILE_MS;
 use super::select::tile_m_for;
 use crate::asm::Asm;
@@ -63,6 +63,7 @@ pub(super) fn candidates(
                     stages,
                     runs_per_stage: 1,
                     ctas_per_sm,
+                    start: Start::Full,
                     conversion,
                     scaling,
                     reduction: Reduction::F32,

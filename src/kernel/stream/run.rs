@@ -184,21 +184,21 @@ impl Arithmetic<'_> {
         steps
     }
 
-    /// The arithmetic of one run, two tiles at a time: for each pair and half of the run its shared loads, its
-    /// dequantisation and its mma. All of the batch's fragments are loaded first, with what makes the codes'
-    /// zero of them.
+    /// The arithmetic of one run, two tiles at a time: the loads of all of the batch's fragments, then for each
+    /// pair and half of the run its shared loads, its dequantisation and its mma. What makes the codes' zero of
+    /// the batch comes with the first.
     pub(in crate::kernel) fn emit_pairs(
         &self,
         a: &mut Asm,
         weights: Region,
         rows: Region,
         acc: &Accumulators,
-    ) -> Vec<Part> {
+    ) -> (Stream, Vec<Part>) {
         let tiles = self.config.tiles_per_warp() as usize;
         let (grouped, promote) = (self.config.group != Group::PerColumn, self.promotes());
         let steps_per_group = self.steps_per_group();
         let mut batch: Vec<BatchStep> = Vec::new();
-        let loads = a.capture(|a| {
+        let batch_loads = a.capture(|a| {
             for step in (0..STEPS).step_by(self.geometry.steps_per_load as usize) {
                 let loaded = self.emit_load_batch(a, rows, step);
                 batch.extend(loaded.into_iter().take(self.geometry.steps_per_load as usize));
@@ -214,7 +214,7 @@ impl Arithmetic<'_> {
                 });
             }
         });
-        let mut first = Part { loads, mma, ..Part::default() };
+        let mut first = Part { mma, ..Part::default() };
         let mut parts = Vec::new();
         for pair in (0..tiles).step_by(PAIR).map(|tile| tile..(tile + PAIR).min(tiles)) {
             let mut sums: Accumulators = Vec::new();
@@ -273,7 +273,7 @@ impl Arithmetic<'_> {
                 parts.push(part);
             }
         }
-        parts
+        (batch_loads, parts)
     }
 
     /// Loads the B fragments of the `steps_per_load` k16 steps from `step` on: per step and row tile.
@@ -301,9 +301,13 @@ impl Arithmetic<'_> {
     }
 }
 
-/// Weaves parts as one.
-pub(in crate::kernel) fn emit_woven(a: &mut Asm, parts: impl IntoIterator<Item = Part>) {
-    let mut whole = Part::default();
+/// Weaves parts as one, after some loads.
+pub(in crate::kernel) fn emit_woven(
+    a: &mut Asm,
+    loads: Stream,
+    parts: impl IntoIterator<Item = Part>,
+) {
+    let mut whole = Part { loads, ..Part::default() };
     for Part { loads, dequant, mma } in parts {
         whole.loads.extend(loads);
         whole.dequant.extend(dequant);

@@ -186,6 +186,21 @@ fn barriers_are_fenced_before_copies_use_them() {
     expect("unfenced", &[FaultKind::MbarrierMisuse], &program(|_| {}), &words);
 }
 
+/// Copies are not accesses of the warp: they take no wavefronts of it.
+#[test]
+fn copies_have_no_bank_conflicts() {
+    let program = two_warps(|asm, h| {
+        let input = pointer(asm, "input");
+        h.copy(asm, input);
+        wait(asm, h.bar, 0);
+    });
+    let backend = emulator(None);
+    let input = Device { backend: &backend }.upload(&[7u32; 256]);
+    assert_eq!(launch(&backend, &program, [1, 1], &[input.into()]), None);
+    let report = backend.last_report().expect("it ran");
+    assert_eq!((report.total.shared_wavefronts, report.total.conflict_wavefronts), (0, 0));
+}
+
 #[test]
 fn sizes_and_places_are_checked() {
     let copy = |at: u32, from: u64, bytes: u32| {

@@ -6,6 +6,7 @@
 mod barriers;
 mod clusters;
 mod copies;
+mod kernels;
 mod mutants;
 mod patterns;
 mod patterns_cluster;
@@ -194,7 +195,7 @@ impl Pattern {
 }
 
 /// Launches a grid that writes words over themselves.
-fn rewrite(backend: &dyn Backend, buffer: DevicePtr, words: usize) {
+pub fn rewrite(backend: &dyn Backend, buffer: DevicePtr, words: usize) {
     let program = module(32, 1, |asm, p| {
         let (param, base, place) = (asm.param_u64("buffer"), asm.reg::<B64>(), asm.reg::<B64>());
         asm.ld_param_u64(base, param);
@@ -204,6 +205,7 @@ fn rewrite(backend: &dyn Backend, buffer: DevicePtr, words: usize) {
         asm.mad_wide_u32(place, cta, 4, base);
         let word = asm.reg();
         let inside = asm.test_u32(makaira::asm::types::Cmp::Lt, cta, words as u32);
+        asm.griddepcontrol_wait();
         asm.when(inside, |asm| {
             asm.ld_global_b32(word, place);
             asm.st_global_b32(place, word);

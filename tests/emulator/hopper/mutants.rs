@@ -19,14 +19,14 @@ use super::{Outcome, Pattern, emulator, patterns};
 
 /// What becomes of an instruction: nothing, itself twice, or another one.
 #[derive(Clone, Copy, Debug)]
-enum Change {
+pub enum Change {
     Dropped,
     Doubled,
     Replaced(Inst),
 }
 
 /// The mutations of an instruction.
-fn changes(inst: &Inst) -> Vec<Change> {
+pub fn changes(inst: &Inst) -> Vec<Change> {
     use Change::{Doubled, Dropped, Replaced};
     let bump = |n: In<_>, by: i64| match n {
         In::Imm(n) => In::Imm((n as i64 + by) as u64),
@@ -86,7 +86,7 @@ fn changes(inst: &Inst) -> Vec<Change> {
     }
 }
 
-fn mutate(module: &Module, index: usize, change: Change) -> Module {
+pub fn mutate(module: &Module, index: usize, change: Change) -> Module {
     let mut mutant = module.clone();
     let Item::Inst(node) = mutant.entry.items[index] else { panic!("no instruction") };
     match change {

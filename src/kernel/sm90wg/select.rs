@@ -1,0 +1,224 @@
+//! The family's configurations and what they are predicted to take.
+//!
+//! A product of 64 channels and `tile_m` rows takes the tensor cores `tile_m / 2` clocks of an SM, at least 13.1:
+//! fetching A from registers takes that long. Around it stand what a scheduler issues for it (the fetch again,
+//! the conversion, scales), and the chain of one warpgroup: its products, the wait, the conversion. The three,
+//! the weights' bytes and the bytes that pass from L2 to the SMs bound a launch; constants are fitted to
+//! measurements of one H200, see `benches/NOTES.md`.
+
+use super::Geometry;
+use crate::kernel::cost::{Cost, Tiling, Work};
+use crate::kernel::problem::{Config, Conversion, Problem, Reduction, Rows, Scaling, Start};
+use crate::target::DeviceSpec;
+use crate::weights::Group;
+
+/// Warpgroups: channels of a tile, warps side by side, teams.
+const SHAPES: [(u32, u32, u32); 11] = [
+    (64, 4, 1),
+    (64, 4, 2),
+    (64, 4, 4),
+    (128, 4, 1),
+    (128, 4, 2),
+    (128, 8, 1),
+    (128, 8, 2),
+    (192, 12, 1),
+    (256, 8, 1),
+    (256, 16, 1),
+    (256, 8, 2),
+];
+
+/// Bytes of weights on their way beyond which more stages bring nothing.
+const IN_FLIGHT_BYTES: u32 = 110 << 10;
+/// Most stages of a ring.
+const MAX_STAGES: u32 = 6;
+
+/// Registers that a thread needs beside its sums, fitted to what the assembler takes.
+const OTHER_REGISTERS: u32 = 56;
+
+/// Row tiles for a batch of `m` rows: the batch itself in steps of 8, or for large ones what fits evenly.
+fn tile_ms(m: u64) -> Vec<u32> {
+    match m {
+        0..=64 => vec![(m.max(1) as u32).next_multiple_of(8)],
+        65..=96 => vec![96],
+        97..=128 => vec![128, 64],
+        129..=192 => vec![192, 96],
+        _ => vec![256, 128],
+    }
+}
+
+/// Sums of a thread, in registers.
+fn sums(config: &Config) -> u32 {
+    let copies = if super::promotes(config) { 2 } else { 1 };
+    copies * config.tile_m / 2 * config.tiles_per_warp()
+}
+
+pub(super) fn registers_needed(config: &Config) -> u32 {
+    sums(config) + OTHER_REGISTERS
+}
+
+/// Configurations for a problem: each with as many stages as fit, down to the fewest that overlap.
+pub(super) fn candidates(problem: &Problem) -> Vec<Vec<Config>> {
+    let mut lists = Vec::new();
+    if problem.m < 9 || problem.rows == Rows::Element {
+        return lists;
+    }
+    let scalings: &[Scaling] = match problem.group {
+        Group::PerColumn => &[Scaling::Promote],
+        Group::Size(128) => &[Scaling::Promote, Scaling::Fragment],
+        Group::Size(_) => &[Scaling::Fragment],
+    };
+    for tile_m in tile_ms(problem.m) {
+        for (tile_n, warps_n, warps_k) in SHAPES {
+            for (ctas_per_sm, runs_per_stage) in [(1, 1), (1, 2), (2, 1), (2, 2)] {
+                for &scaling in scalings {
+                    let config = |stages| Config {
+                        family: "sm90wg",
+                        format: problem.format,
+                        group: problem.group,
+                        tile_m,
+                        tile_n,
+                        warps_n,
+                        warps_k,
+                        stages,
+                        runs_per_stage,
+                        ctas_per_sm,
+                        start: Start::Full,
+                        conversion: Conversion::Value,
+                        scaling,
+                        reduction: Reduction::F32,
+                        rows: problem.rows,
+                        evict_first: false,
+                    };
+                    let geometry = Geometry::new(&config(2));
+                    let weights = geometry.columns * geometry.column_bytes * ctas_per_sm;
+                    let most = (1 + IN_FLIGHT_BYTES.div_ceil(weights)).clamp(3, MAX_STAGES);
+                    // Few rows gain nothing by scaled fragments, many nothing by promoted sums.
+                    let gains = match scaling {
+                        Scaling::Promote => tile_m <= 96,
+                        Scaling::Fragment => tile_m >= 48 || problem.group != Group::Size(128),
+                    };
+                    let fewest = if runs_per_stage > 1 { 2 } else { 3 };
+                    let whole = problem.k.div_ceil(128).is_multiple_of(geometry.stage_runs);
+                    if gains && whole && (runs_per_stage == 1 || tile_m <= 64) {
+                        lists.push((fewest..=most).rev().map(config).collect());
+                    }
+                }
+            }
+        }
+    }
+    lists
+}
+
+/// What a warp issues for one run.
+pub(super) fn work(config: &Config) -> Work {
+    let tiles = f64::from(config.tiles_per_warp());
+    let scaling = if super::promotes(config) { f64::from(config.tile_m) / 2.0 + 2.0 } else { 34.0 };
+    Work { instructions: tiles * (8.0 * 9.0 + scaling + 3.0) + 20.0, mma: 8.0 * tiles }
+}
+
+/// The constants of the prediction.
+struct Model {
+    /// Launch, prologue, first bytes, and each further wave of CTAs, in microseconds.
+    start_us: f64,
+    wave_us: f64,
+    /// Bytes per microsecond: of memory, and from L2 to all SMs.
+    memory_bytes_per_us: f64,
+    l2_bytes_per_us: f64,
+    /// Clocks per microsecond.
+    clocks_per_us: f64,
+    /// Clocks that a scheduler issues for a product, beside the fetch of A: conversion, with scaled fragments,
+    /// promotion of one sum, and what a stage takes.
+    value: f64,
+    fragment: f64,
+    promotion: f64,
+    stage: f64,
+    /// Clocks from a product's end to the next one's begin in the same warpgroup.
+    latency: f64,
+    /// Bytes in flight on an SM below which the stream starves.
+    in_flight_bytes: f64,
+    /// Reduction: a hop, and per 100 kB of a helper's sums; the epilogue of a segment, fixed and per 100 kB.
+    hop_us: f64,
+    helper_us_per_100kb: f64,
+    epilogue_us: f64,
+    epilogue_us_per_100kb: f64,
+    /// Exponents with which bounds add up: of an SM's clocks, and of clocks and bytes.
+    sharp: f64,
+    overlap: f64,
+}
+
+const MODEL: Model = Model {
+    start_us: 2.51,
+    wave_us: 1.37,
+    memory_bytes_per_us: 4.65e6,
+    l2_bytes_per_us: 10.5e6,
+    clocks_per_us: 1720.0,
+    value: 1.49,
+    fragment: 21.0,
+    promotion: 0.56,
+    stage: 4.5,
+    latency: 12.9,
+    in_flight_bytes: 88.7e3,
+    hop_us: 1.41,
+    helper_us_per_100kb: 1.5,
+    epilogue_us: 0.12,
+    epilogue_us_per_100kb: 0.41,
+    sharp: 6.0,
+    overlap: 1.97,
+};
+
+/// Clocks that fetching A from registers takes, whatever the columns. Measured.
+const FETCH_CLOCKS: f64 = 13.1;
+
+/// Predicts one launch.
+pub(super) fn cost(config: &Config, problem: &Problem, device: &DeviceSpec, stripe: u32) -> Cost {
+    let (tiling, model) = (Tiling::new(config, problem), &MODEL);
+    let (num_sms, stripe) = (f64::from(device.num_sms), f64::from(stripe));
+    let k_tiles = tiling.k_tiles as f64;
+    let ctas = ((tiling.num_tiles * tiling.row_tiles) as f64 * k_tiles / stripe).ceil();
+    let per_sm = (ctas / num_sms).ceil();
+    let resident = per_sm.min(f64::from(config.ctas_per_sm));
+    let waves = (ctas / (num_sms * f64::from(config.ctas_per_sm))).ceil();
+
+    // Clocks of the busiest SM.
+    let norm = |values: &[f64], q: f64| {
+        values.iter().map(|value| value.powf(q)).sum::<f64>().powf(1.0 / q)
+    };
+    let warpgroups = f64::from(config.num_warps() / 4);
+    let products = stripe / f64::from(config.warps_k)
+        * 8.0
+        * f64::from(config.tiles_per_warp())
+        * warpgroups
+        * per_sm;
+    let half_rows = f64::from(config.tile_m) / 2.0;
+    let tensor = half_rows.max(FETCH_CLOCKS);
+    let conversion = match super::promotes(config) {
+        true => model.value + model.promotion * half_rows / 8.0,
+        false => model.fragment,
+    };
+    let issue = FETCH_CLOCKS + conversion + model.stage / f64::from(config.runs_per_stage) / 8.0;
+    let chain = (tensor.max(issue) + model.latency) / (warpgroups * resident);
+    let clocks = products * norm(&[tensor, issue, chain], model.sharp);
+    let issue_us = clocks / model.clocks_per_us;
+
+    // Bytes.
+    let weights = f64::from(problem.n) * f64::from(problem.k) * 0.516;
+    let rows = 2.0 * problem.m as f64 * f64::from(problem.k) * tiling.num_tiles as f64;
+    let geometry = Geometry::new(config);
+    let in_flight = f64::from((config.stages - 1) * geometry.stage_bytes) * resident;
+    let starved = (model.in_flight_bytes / in_flight).max(1.0);
+    let memory_us = weights / model.memory_bytes_per_us * starved;
+    let l2_us = (weights * tiling.row_tiles as f64 + rows) / model.l2_bytes_per_us;
+
+    // Fixed.
+    let shares = stripe % k_tiles != 0.0;
+    let helpers = if stripe < k_tiles { (k_tiles / stripe).ceil() - 1.0 } else { 1.0 };
+    let tile = f64::from(4 * config.tile_m * config.tile_n) / 1e5;
+    let reduction_us =
+        if shares { model.hop_us + model.helper_us_per_100kb * helpers * tile } else { 0.0 };
+    let segments = (stripe / k_tiles).ceil() + if shares && stripe > k_tiles { 1.0 } else { 0.0 };
+    let epilogue_us = model.epilogue_us + model.epilogue_us_per_100kb * tile;
+    let fixed_us =
+        model.start_us + model.wave_us * (waves - 1.0) + reduction_us + segments * epilogue_us;
+    let total_us = fixed_us + norm(&[issue_us, memory_us, l2_us], model.overlap);
+    Cost { total_us, memory_us: memory_us.max(l2_us), issue_us, fixed_us }
+}
