@@ -12,6 +12,8 @@ use std::collections::BTreeSet;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use common::Random;
+use common::family::{pairwise, wgmma};
 use common::oracle::{Nvdisasm, Ptxas, Sass};
 use makaira::asm::Module;
 use makaira::kernel::{Config, Conversion, Problem, Rows, select};
@@ -325,6 +327,76 @@ fn choices_of_hoppers_families_assemble_and_are_woven() {
     assert!(work.len() > 40, "only {}", work.len());
     let found =
         on_all_processors(&work, |config| complaints(&ptxas, Some(&nvdisasm), config, device.arch));
+    report(&found, work.len());
+}
+
+/// What is wrong with an assembled configuration of the wgmma family. Its products must overlap: the assembler
+/// serialises those that it cannot follow, and says so. A descriptor that it does not know to be the same in
+/// all lanes costs two `R2UR` a product.
+fn wgmma_complaints(ptxas: &Ptxas, nvdisasm: &Nvdisasm, config: &Config) -> Vec<String> {
+    let family = select::family_of(config);
+    let module = family.build(config, SmArch::specific(90));
+    let assembled = match ptxas.assemble(&module.to_string(), "sm_90a", &[]) {
+        Ok(assembled) => assembled,
+        Err(log) => return vec![format!("{config}: {log}")],
+    };
+    let mut complaints = Vec::new();
+    let spec = SmArch::baseline(90).spec().expect("in the table");
+    let smem = module.entry.smem.bytes();
+    let fit = spec.ctas_that_fit(config.num_threads(), assembled.regs, smem);
+    if fit < config.ctas_per_sm {
+        complaints.push(format!("{} registers and {smem} bytes: {fit} CTAs fit", assembled.regs));
+    }
+    if assembled.spill_bytes + assembled.stack_bytes > 0 {
+        let (spills, stack) = (assembled.spill_bytes, assembled.stack_bytes);
+        complaints.push(format!("{spills} bytes of spills, {stack} of stack"));
+    }
+    if let Some(message) = assembled.log.lines().find(|line| line.contains("(C75")) {
+        complaints.push(message.to_owned());
+    }
+    let functions = nvdisasm.functions(&assembled.cubin);
+    // A stage's products; the end of a segment adds some of its own to the loop around it.
+    let tiles = config.runs_per_stage * config.tiles_per_warp();
+    let products = 8 * tiles as usize;
+    match functions.first().and_then(|function| function.loop_of(products, "HGMMA")) {
+        Some(code) => {
+            let count = |opcode| code.iter().filter(|s| s.opcode().starts_with(opcode)).count();
+            let (moves, words) = (count("R2UR"), count("LDS.128"));
+            if moves > products {
+                complaints.push(format!("{moves} R2UR for {products} products"));
+            }
+            if words != 2 * tiles as usize {
+                complaints.push(format!("{words} loads of words for {tiles} tiles of a stage"));
+            }
+        }
+        None => complaints.push(format!("there is no loop with {products} HGMMAs")),
+    }
+    complaints.into_iter().map(|what| format!("{config}: {what}")).collect()
+}
+
+/// The pairwise pick of the wgmma family, and what it proposes for the layers.
+fn wgmma_configs() -> Vec<Config> {
+    let mut random = Random(3);
+    let mut configs: BTreeSet<Config> =
+        pairwise(&wgmma(), |bound| random.below(bound as u32) as usize).into_iter().collect();
+    for (n, k) in LAYERS {
+        for m in [16, 24, 32, 48, 64, 96, 128, 256, 1024] {
+            let (group, rows) = (Group::Size(128), Rows::Whole);
+            let problem = Problem { format: "u4b8", m, n, k, group, rows };
+            let candidates = select::candidates(&problem, SmArch::baseline(90)).into_iter();
+            configs.extend(candidates.filter(|config| config.family == "sm90wg"));
+        }
+    }
+    configs.into_iter().collect()
+}
+
+#[test]
+fn warpgroup_products_overlap() {
+    let (Some(ptxas), Some(nvdisasm)) = (Ptxas::find(), Nvdisasm::find()) else { return };
+    let work = wgmma_configs();
+    eprintln!("{} configurations", work.len());
+    assert!(work.len() > 40, "only {}", work.len());
+    let found = on_all_processors(&work, |config| wgmma_complaints(&ptxas, &nvdisasm, config));
     report(&found, work.len());
 }
 

@@ -64,6 +64,7 @@ pub const FAMILIES: &[&'static dyn KernelFamily] =
 
 const SM80: SmArch = SmArch::baseline(80);
 const SM90: SmArch = SmArch::baseline(90);
+const SM90A: SmArch = SmArch::specific(90);
 
 /// The configurations whose PTX is kept in `ptx/`, few and chosen, each with what it shows. The test suite writes
 /// the files and compares them byte for byte, printed for the target given.
@@ -81,4 +82,7 @@ pub const GOLDENS: &[(&str, SmArch, &str)] = &[
     ("marlin_sm80_u4b8_f16_m16n64k512_g128_w2_s2_c1_sn", SM90, "subnormal codes; grids overlap"),
     ("marlin_sm90_u4b8_f16_m1n32k1024_g128_w1_s3_c1", SM90, "one row, rings of one warp each"),
     ("marlin_sm90_u4b8_f16_m16n128k512_g128_w2_s2_c1_sn", SM90, "subnormal codes, teams of two"),
+    ("marlin_sm90wg_u4b8_f16_m16n64k512_g128_w4_s4_c1", SM90A, "16 rows: four teams of a warpgroup, promoted sums"),
+    ("marlin_sm90wg_u4b8_f16_m64n256k128_g128_w8_s3_c1_x2_fs", SM90A, "two runs a stage, 128 channels a warpgroup"),
+    ("marlin_sm90wg_u4b8_f16_m256n128k128_g128_w8_s3_c1_fs", SM90A, "prefill: never drained"),
 ];

@@ -1,6 +1,7 @@
 //! What several test binaries share. Each uses a part of it.
 #![allow(dead_code)]
 
+pub mod family;
 pub mod oracle;
 pub mod row_kernel;
 pub mod row_numbers;

@@ -71,6 +71,12 @@ impl Function {
             .filter(|code| count(code) > 0)
             .max_by_key(|code| (count(code), std::cmp::Reverse(code.len())))
     }
+
+    /// The shortest loop with this many instructions of this opcode prefix.
+    pub fn loop_of(&self, num: usize, opcode: &str) -> Option<&[Sass]> {
+        let count = |code: &[Sass]| code.iter().filter(|s| s.opcode().starts_with(opcode)).count();
+        self.loops().into_iter().filter(|code| count(code) == num).min_by_key(|code| code.len())
+    }
 }
 
 fn tool(variable: &str, name: &str) -> Option<PathBuf> {

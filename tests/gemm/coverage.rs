@@ -7,10 +7,11 @@
 use std::collections::HashSet;
 
 use makaira::kernel::select;
-use makaira::kernel::{Config, FAMILIES, Problem, Reduction, Rows};
+use makaira::kernel::{Config, Problem, Reduction, Rows};
 use makaira::target::SmArch;
 use makaira::weights::Group;
 
+use crate::family::{pairs, pairwise};
 use crate::support::{
     CANARIES, Device, Fill, Layer, Random, Setup, Spread, Tolerance, activations, chain, compare,
     devices,
@@ -37,53 +38,6 @@ fn family(target: SmArch) -> Vec<Config> {
         }
     }
     family
-}
-
-/// A configuration's values, one number a dimension.
-fn values(config: &Config) -> [u32; 13] {
-    let family = FAMILIES.iter().position(|family| family.name() == config.family);
-    [
-        family.expect("a registered family") as u32,
-        config.conversion as u32,
-        config.tile_m,
-        config.warps_n,
-        config.warps_k,
-        config.tiles_per_warp(),
-        config.stages,
-        config.runs_per_stage,
-        config.ctas_per_sm,
-        config.scaling as u32,
-        config.reduction as u32,
-        config.rows as u32,
-        config.group.raw() as u32,
-    ]
-}
-
-/// The pairs of values of a configuration, as numbers: two dimensions and their values.
-fn pairs(config: &Config) -> impl Iterator<Item = [u32; 4]> {
-    let values = values(config);
-    (0..values.len())
-        .flat_map(move |i| (0..i).map(move |j| [i as u32, j as u32, values[i], values[j]]))
-}
-
-/// Few configurations that have every pair of values that any has.
-pub fn pairwise(family: &[Config], random: &mut Random) -> Vec<Config> {
-    let mut missing: HashSet<[u32; 4]> = family.iter().flat_map(pairs).collect();
-    let mut picked = Vec::new();
-    while !missing.is_empty() {
-        // The best of a few that have one of the missing pairs.
-        let wanted = *missing.iter().min().expect("it is not empty");
-        let having: Vec<&Config> =
-            family.iter().filter(|config| pairs(config).any(|pair| pair == wanted)).collect();
-        let gain = |config: &Config| pairs(config).filter(|pair| missing.contains(pair)).count();
-        let best = (0..40).map(|_| *having[random.below(having.len())]).max_by_key(gain);
-        let best = best.expect("some configuration had the pair");
-        pairs(&best).for_each(|pair| {
-            missing.remove(&pair);
-        });
-        picked.push(best);
-    }
-    picked
 }
 
 /// A product's sizes and how it is cut.
@@ -176,7 +130,7 @@ fn run_share(share: usize) {
         let mut random = Random(11);
         let mut picked = Vec::new();
         for _ in 0..2 {
-            picked.extend(pairwise(&family, &mut random));
+            picked.extend(pairwise(&family, |bound| random.below(bound)));
         }
         assert!(picked.len() > 80, "the family has shrunk to {}", family.len());
         println!("{} of {} configurations", picked.len(), family.len());
@@ -199,7 +153,8 @@ fn every_pair_of_values_odd_half() {
 #[test]
 fn the_picked_configurations_have_every_pair() {
     let family = family(SmArch::baseline(80));
-    let picked = pairwise(&family, &mut Random(5));
+    let mut random = Random(5);
+    let picked = pairwise(&family, |bound| random.below(bound));
     let all: HashSet<[u32; 4]> = family.iter().flat_map(pairs).collect();
     let had: HashSet<[u32; 4]> = picked.iter().flat_map(pairs).collect();
     assert_eq!(all, had);

@@ -5,6 +5,8 @@
 //! that users of such kernels met in public.
 
 mod coverage;
+#[path = "../common/family.rs"]
+mod family;
 mod gpu;
 mod lane;
 mod laws;
