@@ -37,11 +37,7 @@ impl Case {
         let config: Config = name.parse().unwrap_or_else(|error| panic!("{error}"));
         let teams = config.warps_k as usize;
         let stages = config.stages as usize;
-        let num_tiles = match (rings_run_on, config.tile_m) {
-            (true, _) => 2 * config.stages as usize + 2,
-            (_, ..32) => 3,
-            _ => 2,
-        };
+        let num_tiles = if config.tile_m < 32 { 3 } else { 2 };
         let product =
             |num_tiles, k_tiles, stripe| Product::new(config, m, num_tiles, k_tiles, stripe);
         let products = match config.family {
@@ -56,11 +52,12 @@ impl Case {
                     product(3, stage, 3 * stage),
                 ]
             }
-            // An owned segment is followed by one that refills every slot of the ring. Every run of the unrolled
-            // loop does: that of Hopper's rings has up to twice the stages.
+            // An owned segment is followed by one that refills every slot of the ring. In Hopper's rings, whose
+            // loop has up to twice the stages, segments begin at every one of them.
             "sm90" => {
-                let k_tiles = teams * (3 * stages + 1) + 1;
-                vec![product(num_tiles, k_tiles, 2 * k_tiles - 1)]
+                let k_tiles = teams * (4 * stages + 1) + 1;
+                let num_tiles = 2 * stages + 2;
+                vec![product(num_tiles, k_tiles, (num_tiles - 1) * k_tiles - 1)]
             }
             _ => {
                 let k_tiles = teams * (stages + 2) + 1;
