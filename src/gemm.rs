@@ -315,6 +315,16 @@ impl Gemm {
     ) -> Result<(), Error> {
         let Enqueue { stream, overlap_previous } = order;
         let Choice { config, stripe, .. } = prepared.choice;
+        let step = select::family_of(&config).stripe_step(&config);
+        let k_tiles = problem.k.div_ceil(128);
+        if stripe == 0 || !stripe.is_multiple_of(step) || !k_tiles.is_multiple_of(step) {
+            return Err(Error::Mismatch {
+                config: config.to_string(),
+                rule: format!(
+                    "stripes of {stripe} runs of a layer of {k_tiles}: both must be multiples of {step}"
+                ),
+            });
+        }
         for plan in select::plans(&config, problem, stripe) {
             if plan.scratch_bytes > workspace.scratch_bytes || plan.num_locks > workspace.num_locks
             {

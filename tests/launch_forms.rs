@@ -36,6 +36,8 @@ fn value(a: &mut Asm, param: Param) -> Reg<B32> {
 /// The kernel: `dst`, `num_pads` numbers, a map, the tile's place, another map, the place there.
 fn copy_tile(num_pads: usize) -> Module {
     let mut a = Asm::new();
+    // It may begin before an earlier grid has ended.
+    a.griddepcontrol_wait();
     let tile = a.smem.region("tile", TILE_BYTES, 1024);
     let bar = a.smem.region("bar", 8, 8);
     let dst = a.param_u64("dst");
@@ -220,6 +222,7 @@ fn launch_clusters(device: &Device) {
     for cluster in [1, 2, 4, 8] {
         let mut a = Asm::new();
         a.cluster = cluster;
+        a.griddepcontrol_wait();
         a.smem.region("half of an SM", 100 << 10, 16);
         let dst = a.param_u64("dst");
         let [cta, rank]: [Reg<B32>; 2] = a.regs();

@@ -2,7 +2,7 @@
 //!
 //! A prediction in microseconds from the work that each scheduler of the busiest SM has to issue, the bytes
 //! that must come from memory, and fixed costs; its constants were fitted to measurements recorded in
-//! `benches/NOTES.md`. Families say what a run takes and how many runs are in flight.
+//! `benches/NOTES.md`. Families have constants of their own, and say what a run takes and how many are in flight.
 
 use std::fmt;
 
@@ -56,62 +56,47 @@ impl Tiling {
     }
 }
 
-/// The constants of the cost model.
-struct CostModel {
+/// The constants of the cost model, for one family.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CostModel {
     /// Launch, prologue, first bytes, in microseconds.
-    start_us: f64,
+    pub start_us: f64,
     /// Each further wave of CTAs.
-    wave_us: f64,
+    pub wave_us: f64,
     /// Bytes per microsecond of the weight stream.
-    bytes_per_us: f64,
+    pub bytes_per_us: f64,
     /// Share of the activations' bytes, read again by each tile, that slows the weight stream.
-    activation_share: f64,
+    pub activation_share: f64,
     /// Bytes in flight on an SM below which the stream starves.
-    in_flight_bytes: f64,
+    pub in_flight_bytes: f64,
     /// How much of an SM's surplus of work over the average the stream waits for.
-    imbalance: f64,
+    pub imbalance: f64,
     /// Instructions that a scheduler issues in a microsecond.
-    issue_per_us: f64,
+    pub issue_per_us: f64,
     /// Instructions' worth of one mma, beside its own issue.
-    mma_weight: f64,
-    /// Further instructions' worth of a round, exposed because few warps hide each other's latencies:
-    /// a share of one warp's round, and a floor for the round.
-    exposed_share: f64,
-    round_floor: f64,
+    pub mma_weight: f64,
+    /// Further instructions' worth of a round, exposed because few warps hide each other's latencies: a share of
+    /// one warp's round.
+    pub exposed_share: f64,
+    /// A floor for the round, in instructions.
+    pub round_floor: f64,
     /// Instructions' worth of a round that no warp hides.
-    round_overhead: f64,
-    /// The segment's epilogue: fixed, and per 100 kB of partial sums in shared memory.
-    epilogue_us: f64,
-    epilogue_us_per_100kb: f64,
-    /// The reduction hop, and per helper: fixed, and per 100 kB of its partial sums.
-    hop_us: f64,
-    helper_us: f64,
-    helper_us_per_100kb: f64,
+    pub round_overhead: f64,
+    /// What bytes in flight on an SM beyond 64 KiB cost, for as much again: the first wait for the others.
+    pub crowd_us: f64,
+    /// The segment's epilogue.
+    pub epilogue_us: f64,
+    /// The same per 100 kB of partial sums in shared memory.
+    pub epilogue_us_per_100kb: f64,
+    /// The reduction hop.
+    pub hop_us: f64,
+    /// Each helper of it.
+    pub helper_us: f64,
+    /// The same per 100 kB of its partial sums.
+    pub helper_us_per_100kb: f64,
     /// Exponent with which memory and issue time add up: larger means that they overlap better.
-    overlap: f64,
+    pub overlap: f64,
 }
-
-/// Fitted to 1100 measurements on one H200: see `benches/NOTES.md`. Other cards are ranked by the same
-/// curves; their rates differ, the order of configurations less so.
-const MODEL: CostModel = CostModel {
-    start_us: 2.07,
-    wave_us: 1.82,
-    bytes_per_us: 4.69e6,
-    activation_share: 0.112,
-    in_flight_bytes: 20.9e3,
-    imbalance: 0.23,
-    issue_per_us: 2315.0,
-    mma_weight: 8.66,
-    exposed_share: 0.243,
-    round_floor: 785.0,
-    round_overhead: 27.0,
-    epilogue_us: 0.278,
-    epilogue_us_per_100kb: 0.441,
-    hop_us: 1.54,
-    helper_us: 0.135,
-    helper_us_per_100kb: 1.18,
-    overlap: 3.1,
-};
 
 /// What one warp issues for one run of 128 inputs.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -143,20 +128,38 @@ impl Work {
     }
 }
 
+/// What the prediction wants to know of a family that uses `mma.m16n8k16`.
+pub(super) struct MmaTerms {
+    /// What one warp issues for one run.
+    pub work: Work,
+    /// Runs of a team whose weights are on their way while one is computed.
+    pub runs_in_flight: u32,
+    /// The constants.
+    pub model: &'static CostModel,
+    /// What the prediction is multiplied by.
+    pub factor: f64,
+}
+
 /// Predicts one launch.
 pub fn cost(config: &Config, problem: &Problem, device: &DeviceSpec, stripe: u32) -> Cost {
     family_of(config).cost(config, problem, device, stripe)
 }
 
 /// The prediction for families that use `mma.m16n8k16`.
-pub(super) fn of_mma(config: &Config, problem: &Problem, device: &DeviceSpec, stripe: u32) -> Cost {
-    let (tiling, model) = (Tiling::new(config, problem), &MODEL);
+pub(super) fn of_mma(
+    config: &Config,
+    problem: &Problem,
+    device: &DeviceSpec,
+    stripe: u32,
+    terms: &MmaTerms,
+) -> Cost {
+    let family = family_of(config);
+    let (tiling, model) = (Tiling::new(config, problem), terms.model);
     let num_sms = f64::from(device.num_sms);
     let stripe = f64::from(stripe);
     let k_tiles = tiling.k_tiles as f64;
     let runs = (tiling.num_tiles * tiling.k_tiles) as f64;
     let ctas = (runs / stripe).ceil() * tiling.row_tiles as f64;
-    let family = family_of(config);
     let smem = family.smem_bytes(config);
     let spec = device.arch.spec();
     let fit = spec.map_or(1, |spec| {
@@ -168,7 +171,7 @@ pub(super) fn of_mma(config: &Config, problem: &Problem, device: &DeviceSpec, st
     let waves = (ctas / (num_sms * fit)).ceil();
 
     // Issue: what the busiest scheduler has to issue.
-    let work = family.work(config);
+    let work = terms.work;
     let per_run = work.instructions + (1.0 + model.mma_weight) * work.mma;
     let warps = (f64::from(config.num_warps()) * resident / 4.0).ceil();
     let round = (per_run * (warps + model.exposed_share)).max(model.round_floor);
@@ -183,7 +186,7 @@ pub(super) fn of_mma(config: &Config, problem: &Problem, device: &DeviceSpec, st
     let a_bytes = a_bytes * f64::from(config.tile_m);
     let bytes = weight_bytes * passes + model.activation_share * a_bytes;
     let in_flight = resident
-        * f64::from(family.runs_in_flight(config) * config.num_warps() * config.tiles_per_warp())
+        * f64::from(terms.runs_in_flight * config.num_warps() * config.tiles_per_warp())
         * f64::from(TILE_BYTES);
     let starved = (model.in_flight_bytes / in_flight).max(1.0);
     let busiest = ctas_per_sm * stripe * num_sms / (runs * tiling.row_tiles as f64);
@@ -202,11 +205,12 @@ pub(super) fn of_mma(config: &Config, problem: &Problem, device: &DeviceSpec, st
         0.0
     };
     let epilogue_us = model.epilogue_us + model.epilogue_us_per_100kb * sums;
-    let fixed_us =
-        model.start_us + model.wave_us * (waves - 1.0) + segments * epilogue_us + reduction_us;
+    let crowd_us = model.crowd_us * (in_flight / 65536.0 - 1.0).max(0.0);
+    let start_us = model.start_us + model.wave_us * (waves - 1.0) + crowd_us;
+    let fixed_us = start_us + segments * epilogue_us + reduction_us;
 
     let norm =
         |a: f64, b: f64| (a.powf(model.overlap) + b.powf(model.overlap)).powf(1.0 / model.overlap);
-    let total_us = family.time_factor() * (fixed_us + norm(memory_us, issue_us));
+    let total_us = terms.factor * (fixed_us + norm(memory_us, issue_us));
     Cost { total_us, memory_us, issue_us, fixed_us }
 }

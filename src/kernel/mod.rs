@@ -15,13 +15,13 @@ pub mod sm90wg;
 mod stream;
 pub mod stripe;
 
-pub use cost::{Cost, Work};
+pub use cost::{Cost, CostModel, Work};
 pub use params::Arguments;
 pub use problem::{Config, Conversion, Plan, Problem, Reduction, Rows, Scaling, Start};
 
 use crate::asm::Module;
 use crate::backend::ArgList;
-use crate::target::{DeviceSpec, SmArch};
+use crate::target::{DeviceSpec, PtxIsa, SmArch};
 
 /// A kernel design for a range of architectures.
 pub trait KernelFamily: Sync {
@@ -29,6 +29,8 @@ pub trait KernelFamily: Sync {
     fn name(&self) -> &'static str;
     /// Whether it runs on a target.
     fn runs_on(&self, target: SmArch) -> bool;
+    /// The first PTX ISA with every instruction that it uses: a driver may be older.
+    fn isa(&self) -> PtxIsa;
     /// The first rule of the family's own that a configuration breaks, with its numbers.
     fn broken_rule(&self, config: &Config) -> Option<String>;
     /// Configurations worth considering for a problem, in the preferred numerics: lists in order of preference, of
@@ -38,14 +40,10 @@ pub trait KernelFamily: Sync {
     fn stripe_step(&self, _config: &Config) -> u32 {
         1
     }
-    /// What a launch with stripes of `stripe` runs is predicted to take.
-    fn cost(&self, config: &Config, problem: &Problem, device: &DeviceSpec, stripe: u32) -> Cost {
-        cost::of_mma(config, problem, device, stripe)
-    }
-    /// What one warp issues for one run.
-    fn work(&self, config: &Config) -> Work;
     /// Runs of a team whose weights are on their way while one is computed.
     fn runs_in_flight(&self, config: &Config) -> u32;
+    /// What a launch with stripes of `stripe` runs is predicted to take.
+    fn cost(&self, config: &Config, problem: &Problem, device: &DeviceSpec, stripe: u32) -> Cost;
     /// Bytes of shared memory of a configuration.
     fn smem_bytes(&self, config: &Config) -> u32;
     /// Appends the arguments after those of [`Params`](params::Params), if the family declares more.
@@ -56,10 +54,6 @@ pub trait KernelFamily: Sync {
     }
     /// About how many registers a thread needs: with fewer the assembler spills.
     fn registers_needed(&self, config: &Config) -> u32;
-    /// What the cost model's prediction is multiplied by.
-    fn time_factor(&self) -> f64 {
-        1.0
-    }
     /// The kernel of a legal configuration.
     fn build(&self, config: &Config, target: SmArch) -> Module;
 }

@@ -227,6 +227,7 @@ pub struct NoKernel {
 pub fn ranked(problem: &Problem, device: &DeviceSpec) -> Vec<Choice> {
     let mut choices: Vec<Choice> = candidates(problem, device.arch)
         .into_iter()
+        .filter(|config| family_of(config).isa() <= device.isa)
         .flat_map(|config| {
             stripes(&Tiling::new(&config, problem), &config, device).into_iter().map(
                 move |stripe| Choice {
@@ -272,6 +273,11 @@ pub fn choose(problem: &Problem, device: &DeviceSpec) -> Result<Choice, NoKernel
         let reason = |family: &&dyn KernelFamily| {
             let why = match family.runs_on(device.arch) {
                 false => format!("does not run on {}", device.arch),
+                true if family.isa() > device.isa => format!(
+                    "needs PTX {}, the driver speaks up to {}: install a newer driver",
+                    family.isa(),
+                    device.isa
+                ),
                 true => "has no configuration that fits".to_owned(),
             };
             format!("{} {why}", family.name())

@@ -158,7 +158,10 @@ proptest! {
         select::check(&choice.config, arch).expect("what is chosen is legal");
         prop_assert_eq!(select::choose(&problem, &device).expect("again"), choice);
         prop_assert!(choice.cost.total_us.is_finite() && choice.cost.total_us > 0.0);
-        let num_tiles = n.div_ceil(choice.config.tile_n);
-        prop_assert!((1..=num_tiles * k.div_ceil(128)).contains(&choice.stripe));
+        let num_tiles = select::num_tiles(&choice.config, &problem, select::step(m));
+        let num_runs = num_tiles * u64::from(k.div_ceil(128));
+        let step = select::family_of(&choice.config).stripe_step(&choice.config);
+        prop_assert!((1..=num_runs).contains(&choice.stripe.into()));
+        prop_assert!(choice.stripe.is_multiple_of(step));
     }
 }

@@ -53,10 +53,11 @@ impl Case {
                 ]
             }
             // An owned segment is followed by one that refills every slot of the ring. Every run of the unrolled
-            // loop does: that of Hopper's rings has up to twice the stages.
+            // loop does: in Hopper's rings it has up to twice the stages, and segments begin at every one of them.
             "sm90" => {
-                let k_tiles = teams * (3 * stages + 1) + 1;
-                vec![product(num_tiles, k_tiles, 2 * k_tiles - 1)]
+                let k_tiles = teams * (4 * stages + 1) + 1;
+                let num_tiles = 2 * stages + 2;
+                vec![product(num_tiles, k_tiles, (num_tiles - 1) * k_tiles - 1)]
             }
             _ => {
                 let k_tiles = teams * (stages + 2) + 1;

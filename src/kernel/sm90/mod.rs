@@ -25,7 +25,7 @@ mod weights;
 
 use self::rows::RowRing;
 use self::weights::{Warp, WeightRing};
-use super::Work;
+use super::cost::{Cost, CostModel, MmaTerms, Work, of_mma};
 use super::epilogue::{Accumulators, Epilogue, Thread, epilogue_bytes};
 use super::params::Params;
 use super::problem::{Config, Conversion, Problem, Rows, Scaling};
@@ -33,11 +33,11 @@ use super::stream::{
     Arithmetic, Bias, Geometry, Part, broken_rule, candidates, emit_row_tile, emit_rows_lane,
     emit_woven,
 };
-use super::stripe::emit_stripe;
-use crate::asm::reg::Reg;
+use super::stripe::{Segment, emit_stripe};
+use crate::asm::reg::{Label, Reg};
 use crate::asm::types::{B32, Cmp};
 use crate::asm::{Asm, Module, Stream};
-use crate::target::SmArch;
+use crate::target::{DeviceSpec, PtxIsa, SmArch};
 use crate::weights::format_by_name;
 
 /// Shared memory of an SM that a generation of CTAs should keep below, so that the next one has room.
@@ -86,6 +86,13 @@ impl Layout {
     }
 }
 
+impl Layout {
+    /// Runs of the unrolled loop.
+    fn unrolled(&self, config: &Config) -> u32 {
+        self.row_slots.max(config.stages)
+    }
+}
+
 /// Bytes of shared memory that a configuration needs.
 pub fn smem_bytes(config: &Config) -> u32 {
     Layout::new(config).bytes
@@ -110,9 +117,10 @@ pub fn build(config: &Config, target: SmArch) -> Module {
 
     // As little as possible stands before the first copies.
     let warp = a.section("who is who", |a| Warp::new(a, config));
-    let weights = WeightRing::new(&mut a, config, &params, weights_slots, &warp);
+    let weights =
+        WeightRing::new(&mut a, config, &params, weights_slots, layout.unrolled(config), &warp);
     let (stripe, segment) = a.section("stripe", |a| emit_stripe(a, &params));
-    weights.emit_first_fill(&mut a, &stripe, &segment);
+    weights.emit_fill(&mut a, &stripe, &segment);
     let (thread, arithmetic, rows) = a.section("who is who", |a| {
         let lane = a.reg();
         a.and_b32(lane, warp.tid, 31);
@@ -122,31 +130,32 @@ pub fn build(config: &Config, target: SmArch) -> Module {
         let rows = RowRing::new(a, config, &params, row_slots, &warp, &thread);
         (thread, arithmetic, rows)
     });
-    let kernel = Sm90 { config, weights, rows, arithmetic };
+    let kernel = Sm90 { config, unrolled: layout.unrolled(config), weights, rows, arithmetic };
     a.section("fill the activations' ring", |a| a.griddepcontrol_wait());
-    kernel.rows.emit_fill(&mut a, &segment, kernel.weights.num_runs);
+    let num_runs = kernel.weights.num_runs;
+    kernel.rows.emit_fill(&mut a, &segment, 0, num_runs);
     kernel.weights.emit_rest_of_fill(&mut a);
 
+    // Segments follow each other in the rings; one may begin at any position of the unrolled loop.
+    let position = a.reg();
+    a.mov_b32(position, 0);
     let next_segment = a.label("segment");
     a.bind(next_segment);
-    let acc = kernel.emit_main_loop(&mut a);
+    let acc = kernel.emit_main_loop(&mut a, position);
     let (next, more) = a.section("next segment", |a| {
         let next = stripe.emit_next(a, &segment);
         let more = a.test_u32(Cmp::Ne, next.end, 0);
+        kernel.weights.emit_next(a, &next);
         (next, more)
     });
-    let last = a.label("last_segment");
-    a.unless(more, |a| a.bra(last));
-    // Nobody but this warp reads its weights, and it has read them.
-    kernel.weights.emit_fill(&mut a, &stripe, &next);
     if layout.sums_apart {
-        // The team has finished with the activations; a team of one has met in the middle of its last run.
-        if config.warps_n > 1 {
-            a.section("next segment", |a| kernel.rows.emit_barrier(a));
-        }
-        kernel.rows.emit_fill(&mut a, &next, kernel.weights.num_runs);
+        let last = a.label("last_segment");
+        a.unless(more, |a| a.bra(last));
+        // The team has finished with the slots that are asked for: one of several warps leaves the last run's
+        // alone, one of one warp has met in its last run.
+        kernel.emit_rows_at(&mut a, position, &next);
+        a.bind(last);
     }
-    a.bind(last);
     let epilogue = Epilogue {
         config,
         params: &params,
@@ -164,11 +173,12 @@ pub fn build(config: &Config, target: SmArch) -> Module {
         a.unless(more, |a| a.bra(end));
     });
     if !layout.sums_apart {
-        kernel.rows.emit_fill(&mut a, &next, kernel.weights.num_runs);
+        kernel.emit_rows_at(&mut a, position, &segment);
     }
     a.bra(next_segment);
     a.bind(end);
     a.exit();
+    kernel.weights.emit_detours(&mut a);
     // Two generations share an SM if they can without spills.
     let spec = target.spec().expect("a legal target is in the table");
     let both = 2 * config.ctas_per_sm;
@@ -186,7 +196,7 @@ fn registers_needed(config: &Config) -> u32 {
     let constants = if config.conversion == Conversion::Value { 2 } else { 0 };
     let cut_rows = if config.rows == Rows::Whole { 0 } else { 4 };
     let sums = 4 * tiles * row_tiles + (20 + 4 * more_groups) * row_tiles;
-    sums + 2 * tiles + copies + constants + cut_rows + 40
+    sums + 2 * tiles + copies + constants + cut_rows + 41
 }
 
 /// The addresses and constants of a warp's arithmetic.
@@ -208,33 +218,60 @@ fn emit_arithmetic<'a>(
     Arithmetic { config, geometry, weights_lane, scales_lane, rows_lane, zero, constants, bias }
 }
 
+/// Goes on at one of several places, the first of which follows.
+fn emit_dispatch(a: &mut Asm, number: Reg<B32>, places: &[Label]) {
+    for (n, place) in (0u32..).zip(places).skip(1) {
+        let here = a.test_u32(Cmp::Eq, number, n);
+        a.when(here, |a| a.bra(*place));
+    }
+}
+
 /// What lives through the kernel.
 struct Sm90<'a> {
     config: &'a Config,
+    /// Runs of the unrolled loop.
+    unrolled: u32,
     weights: WeightRing<'a>,
     rows: RowRing<'a>,
     arithmetic: Arithmetic<'a>,
 }
 
 impl Sm90<'_> {
-    /// Emits the loop over the team's runs of a segment; the warp's accumulators.
-    fn emit_main_loop(&self, a: &mut Asm) -> Accumulators {
+    /// Emits the first copies of a segment's activations, for the position that the loop goes on at.
+    fn emit_rows_at(&self, a: &mut Asm, position: Reg<B32>, segment: &Segment) {
+        let done = a.label("rows_asked");
+        let places: Vec<Label> = (0..self.unrolled).map(|_| a.label("rows_at")).collect();
+        emit_dispatch(a, position, &places);
+        for (position, place) in (0..).zip(&places) {
+            if position > 0 {
+                a.bind(*place);
+            }
+            self.rows.emit_fill(a, segment, position, self.weights.num_runs);
+            a.bra(done);
+        }
+        a.bind(done);
+    }
+
+    /// Emits the loop over the team's runs of a segment, from a position on and to another; the warp's
+    /// accumulators.
+    fn emit_main_loop(&self, a: &mut Asm, position: Reg<B32>) -> Accumulators {
         let acc = self.arithmetic.emit_accumulators(a);
         let num_runs = self.weights.num_runs;
-        let [next, done] = ["main_loop", "main_loop_done"].map(|name| a.label(name));
-        a.bind(next);
-        let unrolled = self.rows.num_slots().max(self.config.stages);
-        for run in 0..unrolled {
+        let done = a.label("main_loop_done");
+        let runs: Vec<Label> = (0..self.unrolled).map(|_| a.label("main_loop")).collect();
+        a.section("main loop", |a| emit_dispatch(a, position, &runs));
+        for (run, label) in (0..).zip(&runs) {
+            a.bind(*label);
             a.section(&format!("main loop, run {run}"), |a| {
                 let finished = a.test_u32(Cmp::Eq, num_runs, 0);
+                a.when(finished, |a| a.mov_b32(position, run));
                 a.when(finished, |a| a.bra(done));
                 let slot = run % self.config.stages;
                 let weights = self.weights.slots[slot as usize].codes;
                 let rows = self.rows.slots[(run % self.rows.num_slots()) as usize];
                 let (loads, mut parts) = self.arithmetic.emit_pairs(a, weights, rows, &acc);
                 let loads = self.rows.emit_begin_run(a, run, num_runs, loads);
-                self.weights.emit_launch_dependents(a);
-                self.weights.emit_wait(a, slot);
+                self.weights.emit_wait(a, run);
                 // All loads come before the last pair's arithmetic, where the slot is asked for anew.
                 let mut second = parts.split_off(parts.len().saturating_sub(2).max(1));
                 let later = second.iter_mut().map(|part| std::mem::take(&mut part.loads));
@@ -247,15 +284,41 @@ impl Sm90<'_> {
             });
         }
         a.section("main loop", |a| {
-            self.weights.emit_advance(a, unrolled);
-            self.rows.emit_advance(a, unrolled);
-            a.bra(next);
+            self.weights.emit_end_pass(a, self.unrolled);
+            self.rows.emit_advance(a, self.unrolled.into());
+            a.bra(runs[0]);
         });
         a.bind(done);
         self.arithmetic.emit_finish(a, &acc);
         acc
     }
 }
+
+/// Fitted to 358 measurements on one H200: see `benches/NOTES.md`.
+static MODEL: CostModel = CostModel {
+    start_us: 2.54,
+    wave_us: 1.0,
+    bytes_per_us: 4.593e6,
+    activation_share: 0.106,
+    in_flight_bytes: 20.9e3,
+    imbalance: 0.105,
+    issue_per_us: 2303.5,
+    mma_weight: 7.66,
+    exposed_share: 0.367,
+    round_floor: 851.0,
+    round_overhead: 28.0,
+    crowd_us: 0.252,
+    epilogue_us: 0.173,
+    epilogue_us_per_100kb: 1.11,
+    hop_us: 0.99,
+    helper_us: 0.119,
+    helper_us_per_100kb: 1.5,
+    overlap: 4.29,
+};
+
+/// What the prediction is multiplied by: as fast as `sm80` in small layers, but much faster where grids may
+/// overlap, so it wins near ties.
+const TIME_FACTOR: f64 = 0.95;
 
 /// The family.
 #[derive(Clone, Copy, Debug)]
@@ -264,6 +327,10 @@ pub struct Sm90Family;
 impl super::KernelFamily for Sm90Family {
     fn name(&self) -> &'static str {
         "sm90"
+    }
+
+    fn isa(&self) -> PtxIsa {
+        PtxIsa::new(8, 0)
     }
 
     fn runs_on(&self, target: SmArch) -> bool {
@@ -305,14 +372,17 @@ impl super::KernelFamily for Sm90Family {
         candidates(self.name(), problem, &warps.concat(), &tiles_and_ctas, 0, &variants)
     }
 
-    fn work(&self, config: &Config) -> Work {
-        let run = Work::of_run(config);
-        let copies = 0.75 * f64::from(config.tile_m) / f64::from(config.warps_n);
-        Work { instructions: run.instructions + copies + 40.0, ..run }
-    }
-
     fn runs_in_flight(&self, config: &Config) -> u32 {
         config.stages
+    }
+
+    fn cost(&self, config: &Config, problem: &Problem, device: &DeviceSpec, stripe: u32) -> Cost {
+        let run = Work::of_run(config);
+        let copies = 0.75 * f64::from(config.tile_m) / f64::from(config.warps_n);
+        let work = Work { instructions: run.instructions + copies + 40.0, ..run };
+        let runs_in_flight = self.runs_in_flight(config);
+        let terms = MmaTerms { work, runs_in_flight, model: &MODEL, factor: TIME_FACTOR };
+        of_mma(config, problem, device, stripe, &terms)
     }
 
     fn smem_bytes(&self, config: &Config) -> u32 {
@@ -321,11 +391,6 @@ impl super::KernelFamily for Sm90Family {
 
     fn registers_needed(&self, config: &Config) -> u32 {
         registers_needed(config)
-    }
-
-    /// Not measured yet: behind the family that is.
-    fn time_factor(&self) -> f64 {
-        1.5
     }
 
     fn build(&self, config: &Config, target: SmArch) -> Module {

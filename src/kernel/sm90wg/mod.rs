@@ -23,7 +23,7 @@ mod select;
 mod supply;
 
 use self::supply::Supply;
-use super::cost::{Cost, Work};
+use super::cost::Cost;
 use super::params::{Arguments, Params, load_u32, magic};
 use super::problem::{Config, Conversion, Problem, Reduction, Rows, Scaling, Start};
 use super::stripe::{Segment, emit_stripe};
@@ -31,7 +31,7 @@ use crate::asm::reg::{Param, Reg, Region};
 use crate::asm::types::{B32, Cmp, Pred, Special};
 use crate::asm::{Asm, Module};
 use crate::backend::{Arg, ArgList, DevicePtr, Swizzle, TensorMap};
-use crate::target::{DeviceSpec, SmArch};
+use crate::target::{DeviceSpec, PtxIsa, SmArch};
 use crate::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES, TILE_K};
 
 /// Inputs of one box of activations: 128 bytes, the width of the swizzle.
@@ -291,6 +291,10 @@ impl super::KernelFamily for Sm90WgFamily {
         "sm90wg"
     }
 
+    fn isa(&self) -> PtxIsa {
+        PtxIsa::new(8, 0)
+    }
+
     fn runs_on(&self, target: SmArch) -> bool {
         target.sm == 90
     }
@@ -358,10 +362,6 @@ impl super::KernelFamily for Sm90WgFamily {
 
     fn cost(&self, config: &Config, problem: &Problem, device: &DeviceSpec, stripe: u32) -> Cost {
         select::cost(config, problem, device, stripe)
-    }
-
-    fn work(&self, config: &Config) -> Work {
-        select::work(config)
     }
 
     fn runs_in_flight(&self, config: &Config) -> u32 {

@@ -7,7 +7,7 @@
 //! measurements of one H200, see `benches/NOTES.md`.
 
 use super::Geometry;
-use crate::kernel::cost::{Cost, Tiling, Work};
+use crate::kernel::cost::{Cost, Tiling};
 use crate::kernel::problem::{Config, Conversion, Problem, Reduction, Rows, Scaling, Start};
 use crate::target::DeviceSpec;
 use crate::weights::Group;
@@ -107,13 +107,6 @@ pub(super) fn candidates(problem: &Problem) -> Vec<Vec<Config>> {
         }
     }
     lists
-}
-
-/// What a warp issues for one run.
-pub(super) fn work(config: &Config) -> Work {
-    let tiles = f64::from(config.tiles_per_warp());
-    let scaling = if super::promotes(config) { f64::from(config.tile_m) / 2.0 + 2.0 } else { 34.0 };
-    Work { instructions: tiles * (8.0 * 9.0 + scaling + 3.0) + 20.0, mma: 8.0 * tiles }
 }
 
 /// The constants of the prediction.

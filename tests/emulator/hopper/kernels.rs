@@ -48,8 +48,11 @@ fn wait_a_group_less(module: &mut Module) -> Option<String> {
     found
 }
 
+/// A change of all instructions of a kind; whether there was one.
+type All = fn(&mut Module) -> Option<String>;
+
 /// Mutants of all of a kind.
-const OF_ALL: [(&str, fn(&mut Module) -> Option<String>); 5] = [
+const OF_ALL: [(&str, All); 5] = [
     ("every wait for products a group short", wait_a_group_less),
     ("no wait for products", |module| {
         without(module, |inst| matches!(inst, Inst::Wgmma(Wgmma::WgmmaWaitGroup(_))))
