@@ -6,9 +6,9 @@
 use std::collections::BTreeMap;
 
 use half::f16;
-use makaira::backend::Stream;
+use makaira::backend::{Enqueue, Stream};
 use makaira::emu::{EmuBackend, Options};
-use makaira::gemm::{Enqueue, Matrix};
+use makaira::gemm::Matrix;
 use makaira::kernel::select::{self, Choice};
 use makaira::kernel::{Rows, Scaling};
 
