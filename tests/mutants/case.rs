@@ -52,8 +52,8 @@ impl Case {
                     product(3, stage, 3 * stage),
                 ]
             }
-            // An owned segment is followed by one that refills every slot of the ring. Every run of the unrolled
-            // loop does: in Hopper's rings it has up to twice the stages, and segments begin at every one of them.
+            // An owned segment is followed by one that refills every slot of the ring. In Hopper's rings, whose
+            // loop has up to twice the stages, segments begin at every one of them.
             "sm90" => {
                 let k_tiles = teams * (4 * stages + 1) + 1;
                 let num_tiles = 2 * stages + 2;
