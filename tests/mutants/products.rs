@@ -14,8 +14,8 @@ use makaira::weights::Group;
 
 use crate::changes::Mutant;
 
-/// The bits of a descriptor that choose the 128-byte swizzle.
-const SWIZZLE_128: u64 = 1 << 62;
+/// The swizzle of a descriptor, in its two highest bits: 1 is that of 128 bytes.
+const SWIZZLE: u32 = 62;
 
 /// Where an instruction stands.
 pub struct Context<'m> {
@@ -55,10 +55,10 @@ impl Context<'_> {
     /// The same sum as another descriptor, if a product uses it: 32 bytes further on, or without swizzle.
     fn descriptor(&self, add: AddU64) -> Option<AddU64> {
         let In::Imm(constant) = add.b else { return None };
-        let constant = match constant & SWIZZLE_128 {
-            0 if self.is_descriptor(add.d.0) => constant + 2,
-            0 => return None,
-            swizzle => constant - swizzle,
+        let constant = match constant >> SWIZZLE {
+            1 => constant - (1 << SWIZZLE),
+            _ if self.is_descriptor(add.d.0) => constant + 2,
+            _ => return None,
         };
         Some(AddU64 { b: In::Imm(constant), ..add })
     }
