@@ -122,6 +122,9 @@ pub struct Config {
     pub stages: u32,
     /// CTAs that share an SM.
     pub ctas_per_sm: u32,
+    /// The CTAs that share an SM leave no room there for those of the next grid, however early it begins. For
+    /// streams that are long enough to fill the card by themselves.
+    pub own_sm: bool,
     /// How the stream of weights begins.
     pub start: Start,
     /// How codes become fragments.
@@ -174,6 +177,9 @@ impl fmt::Display for Config {
             Group::Size(size) => write!(f, "g{size}")?,
         }
         write!(f, "_w{}_s{}_c{}", self.warps_n, self.stages, self.ctas_per_sm)?;
+        if self.own_sm {
+            write!(f, "_so")?;
+        }
         match self.start {
             Start::Full => {}
             Start::Ramped => write!(f, "_sr")?,
@@ -259,6 +265,7 @@ impl FromStr for Config {
             warps_k: tile_k / 128,
             stages,
             ctas_per_sm,
+            own_sm: false,
             start: Start::Full,
             conversion: Conversion::Value,
             scaling: Scaling::Promote,
@@ -268,6 +275,7 @@ impl FromStr for Config {
         };
         for flag in fields {
             match flag {
+                "so" => config.own_sm = true,
                 "sr" => config.start = Start::Ramped,
                 "sp" => config.start = Start::Prefetched,
                 "sn" => config.conversion = Conversion::Subnormal,
@@ -276,7 +284,7 @@ impl FromStr for Config {
                 "kt" => config.rows = Rows::Vector,
                 "el" => config.rows = Rows::Element,
                 "ef" => config.evict_first = true,
-                _ => return Err(error("a flag is none of sr, sp, sn, fs, r16, kt, el, ef")),
+                _ => return Err(error("a flag is none of so, sr, sp, sn, fs, r16, kt, el, ef")),
             }
         }
         // One spelling per configuration.

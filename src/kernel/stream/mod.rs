@@ -61,6 +61,7 @@ pub(super) fn candidates(
                     warps_k,
                     stages,
                     ctas_per_sm,
+                    own_sm: false,
                     start: Start::Full,
                     conversion,
                     scaling,
