@@ -182,7 +182,7 @@ impl Expected {
             Conversion::Subnormal => 4 * row_tiles,
         };
         let (copies, bulk_copies) = match config.family {
-            "sm90" => (rows, 1),
+            "sm90" => (rows, tiles.div_ceil(4)),
             _ => (weights + rows, 0),
         };
         Self {

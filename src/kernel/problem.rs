@@ -124,6 +124,9 @@ pub struct Config {
     pub runs_per_stage: u32,
     /// CTAs that share an SM.
     pub ctas_per_sm: u32,
+    /// The CTAs that share an SM leave no room there for those of the next grid, however early it begins. For
+    /// streams that are long enough to fill the card by themselves.
+    pub own_sm: bool,
     /// How the stream of weights begins.
     pub start: Start,
     /// How codes become fragments.
@@ -178,6 +181,9 @@ impl fmt::Display for Config {
         write!(f, "_w{}_s{}_c{}", self.warps_n, self.stages, self.ctas_per_sm)?;
         if self.runs_per_stage != 1 {
             write!(f, "_x{}", self.runs_per_stage)?;
+        }
+        if self.own_sm {
+            write!(f, "_so")?;
         }
         match self.start {
             Start::Full => {}
@@ -265,6 +271,7 @@ impl FromStr for Config {
             stages,
             runs_per_stage: 1,
             ctas_per_sm,
+            own_sm: false,
             start: Start::Full,
             conversion: Conversion::Value,
             scaling: Scaling::Promote,
@@ -276,6 +283,7 @@ impl FromStr for Config {
             match flag {
                 "x2" => config.runs_per_stage = 2,
                 "x4" => config.runs_per_stage = 4,
+                "so" => config.own_sm = true,
                 "sr" => config.start = Start::Ramped,
                 "sp" => config.start = Start::Prefetched,
                 "sn" => config.conversion = Conversion::Subnormal,
@@ -285,7 +293,9 @@ impl FromStr for Config {
                 "el" => config.rows = Rows::Element,
                 "ef" => config.evict_first = true,
                 _ => {
-                    return Err(error("a flag is none of x2, x4, sr, sp, sn, fs, r16, kt, el, ef"));
+                    return Err(error(
+                        "a flag is none of x2, x4, so, sr, sp, sn, fs, r16, kt, el, ef",
+                    ));
                 }
             }
         }

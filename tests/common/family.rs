@@ -44,6 +44,7 @@ pub fn wgmma() -> Vec<Config> {
                             stages,
                             runs_per_stage,
                             ctas_per_sm,
+                            own_sm: false,
                             start: Start::Full,
                             conversion: Conversion::Value,
                             scaling,

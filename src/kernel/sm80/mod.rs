@@ -343,8 +343,8 @@ impl super::KernelFamily for Sm80Family {
         if !config.warps_n.is_power_of_two() {
             return Some(format!("{} warps side by side, not a power of two", config.warps_n));
         }
-        if config.start != Start::Full {
-            return Some("the ring is always requested in full at the start".into());
+        if config.start != Start::Full || config.own_sm {
+            return Some("the ring is requested in full, beside whatever is on the SM".into());
         }
         if ![2, 4].contains(&config.tiles_per_warp()) {
             return Some(format!("a warp owns {} tiles, not 2 or 4", config.tiles_per_warp()));

@@ -18,7 +18,7 @@
 //!
 //! Grids may overlap: weights are requested before `griddepcontrol.wait`, everything else is touched after
 //! it; the next grid may begin when a warp has requested its last weights. Shared memory is padded so that no
-//! more than two generations of CTAs share an SM.
+//! more than two generations of CTAs share an SM, or one where the stream is long.
 
 mod rows;
 mod weights;
@@ -40,12 +40,14 @@ use crate::asm::{Asm, Module, Stream};
 use crate::target::{DeviceSpec, PtxIsa, SmArch};
 use crate::weights::format_by_name;
 
-/// Shared memory of an SM that a generation of CTAs should keep below, so that the next one has room.
-const HALF_SM_BYTES: u32 = 113 << 10;
-/// Shared memory that a CTA can have.
-const SM_BYTES: u32 = 227 << 10;
-/// Shared memory of an SM in thirds: CTAs of a generation take more than that.
-const THIRD_SM_BYTES: u32 = 77 << 10;
+/// Shared memory of an SM, of which the system keeps a part for each CTA.
+const SM_BYTES: u32 = 228 << 10;
+const RESERVED_BYTES: u32 = 1 << 10;
+
+/// Generations of CTAs that share an SM where grids overlap.
+fn generations(config: &Config) -> u32 {
+    if config.own_sm { 1 } else { 2 }
+}
 
 /// How a configuration's shared memory is used.
 #[derive(Clone, Copy, Debug)]
@@ -64,7 +66,9 @@ impl Layout {
         let weights = WeightRing::bytes(config);
         let slot = config.warps_k * geometry.rows_bytes;
         let sums = epilogue_bytes(config);
-        let room = HALF_SM_BYTES / config.ctas_per_sm;
+        let ctas = generations(config) * config.ctas_per_sm;
+        // What a CTA may take, and more than what would let another one in.
+        let (room, least) = (SM_BYTES / ctas - RESERVED_BYTES, SM_BYTES / (ctas + 1));
         let bytes = |row_slots: u32, apart: bool| {
             let rows = row_slots * slot;
             weights.next_multiple_of(128) + if apart { rows + sums } else { rows.max(sums) }
@@ -73,16 +77,16 @@ impl Layout {
         // where the next generation would have no room otherwise.
         let row_slots = match (config.warps_n, config.stages) {
             (1, stages) if bytes(stages, false) > room && bytes(1, false) <= room => 1,
-            (1, stages) if bytes(stages, false) > SM_BYTES => 1,
+            (1, stages)
+                if bytes(stages, false) > SM_BYTES / config.ctas_per_sm - RESERVED_BYTES =>
+            {
+                1
+            }
             (2.., 2) if bytes(4, false) <= room => 4,
             (_, stages) => stages,
         };
         let sums_apart = bytes(row_slots, true) <= room;
-        Self {
-            row_slots,
-            sums_apart,
-            bytes: bytes(row_slots, sums_apart).max(THIRD_SM_BYTES / config.ctas_per_sm),
-        }
+        Self { row_slots, sums_apart, bytes: bytes(row_slots, sums_apart).max(least) }
     }
 }
 
@@ -181,7 +185,7 @@ pub fn build(config: &Config, target: SmArch) -> Module {
     kernel.weights.emit_detours(&mut a);
     // Two generations share an SM if they can without spills.
     let spec = target.spec().expect("a legal target is in the table");
-    let both = 2 * config.ctas_per_sm;
+    let both = generations(config) * config.ctas_per_sm;
     let regs = spec.regs_per_sm / (both * config.num_threads());
     let min_ctas = if regs >= registers_needed(config) { both } else { config.ctas_per_sm };
     a.finish(&config.to_string(), target, config.num_threads(), min_ctas)
@@ -294,6 +298,9 @@ impl Sm90<'_> {
     }
 }
 
+/// Bytes of weights from which on a grid has its SMs to itself: measured between 43 and 61 MB.
+const LONG_STREAM_BYTES: u64 = 50_000_000;
+
 /// Fitted to 358 measurements on one H200: see `benches/NOTES.md`.
 static MODEL: CostModel = CostModel {
     start_us: 2.54,
@@ -369,7 +376,12 @@ impl super::KernelFamily for Sm90Family {
         if format.is_some_and(|format| format.subnormal().is_some()) {
             variants.push((Conversion::Subnormal, Scaling::Promote));
         }
-        candidates(self.name(), problem, &warps.concat(), &tiles_and_ctas, 0, &variants)
+        // CTAs of one grid gather on few SMs where a long stream overlaps another.
+        let own_sm = u64::from(problem.n) * u64::from(problem.k) / 2 >= LONG_STREAM_BYTES;
+        let mut lists =
+            candidates(self.name(), problem, &warps.concat(), &tiles_and_ctas, 0, &variants);
+        lists.iter_mut().flatten().for_each(|config| config.own_sm = own_sm);
+        lists
     }
 
     fn runs_in_flight(&self, config: &Config) -> u32 {

@@ -82,6 +82,7 @@ pub(super) fn candidates(problem: &Problem) -> Vec<Vec<Config>> {
                         stages,
                         runs_per_stage,
                         ctas_per_sm,
+                        own_sm: false,
                         start: Start::Full,
                         conversion: Conversion::Value,
                         scaling,

@@ -63,6 +63,7 @@ pub(super) fn candidates(
                     stages,
                     runs_per_stage: 1,
                     ctas_per_sm,
+                    own_sm: false,
                     start: Start::Full,
                     conversion,
                     scaling,
