@@ -4,17 +4,18 @@
 //! four targets. Each choice must assemble without spills or local memory, in registers and shared memory
 //! that let as many CTAs share an SM as the configuration says. What the weave is for is then looked up in
 //! the machine code: the main loop holds what the kernel's abstract counts, and no long run of one kind.
-//! `MAKAIRA_ORACLE_ALL=1` assembles the odd layers' choices too, of which a sample is taken otherwise.
+//! `MAKAIRA_ORACLE_ALL=1` looks at everything of which a sample is taken otherwise: the odd layers' choices, the
+//! machine code of the wgmma family's candidates.
 
 mod common;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::Random;
 use common::family::{pairwise, wgmma};
-use common::oracle::{Nvdisasm, Ptxas, Sass};
+use common::oracle::{Function, Nvdisasm, Ptxas, Sass};
 use makaira::asm::Module;
 use makaira::kernel::{Config, Conversion, Problem, Rows, select};
 use makaira::target::{DeviceSpec, PtxIsa, SmArch};
@@ -281,6 +282,11 @@ fn longest(code: &[Sass], kind: Kind) -> usize {
         .unwrap_or(0)
 }
 
+/// Whether samples are not enough.
+fn all_are_wanted() -> bool {
+    std::env::var_os("MAKAIRA_ORACLE_ALL").is_some_and(|value| value != "0")
+}
+
 fn report(found: &[String], of: usize) {
     let first = found[..found.len().min(30)].join("\n");
     assert!(found.is_empty(), "{} of {of}:\n{first}", found.len());
@@ -333,7 +339,7 @@ fn choices_of_hoppers_families_assemble_and_are_woven() {
 /// What is wrong with an assembled configuration of the wgmma family. Its products must overlap: the assembler
 /// serialises those that it cannot follow, and says so. A descriptor that it does not know to be the same in
 /// all lanes costs two `R2UR` a product.
-fn wgmma_complaints(ptxas: &Ptxas, nvdisasm: &Nvdisasm, config: &Config) -> Vec<String> {
+fn wgmma_complaints(ptxas: &Ptxas, listing: Option<&Nvdisasm>, config: &Config) -> Vec<String> {
     let family = select::family_of(config);
     let module = family.build(config, SmArch::specific(90));
     let assembled = match ptxas.assemble(&module.to_string(), "sm_90a", &[]) {
@@ -354,56 +360,73 @@ fn wgmma_complaints(ptxas: &Ptxas, nvdisasm: &Nvdisasm, config: &Config) -> Vec<
     if let Some(message) = assembled.log.lines().find(|line| line.contains("(C75")) {
         complaints.push(message.to_owned());
     }
-    let functions = nvdisasm.functions(&assembled.cubin);
-    // A stage's products; the end of a segment adds some of its own to the loop around it.
-    let tiles = config.runs_per_stage * config.tiles_per_warp();
-    let products = 8 * tiles as usize;
-    match functions.first().and_then(|function| function.loop_of(products, "HGMMA")) {
-        Some(code) => {
-            let count = |opcode| code.iter().filter(|s| s.opcode().starts_with(opcode)).count();
-            let (moves, words) = (count("R2UR"), count("LDS.128"));
-            if moves > products {
-                complaints.push(format!("{moves} R2UR for {products} products"));
-            }
-            if words != 2 * tiles as usize {
-                complaints.push(format!("{words} loads of words for {tiles} tiles of a stage"));
-            }
-        }
-        None => complaints.push(format!("there is no loop with {products} HGMMAs")),
+    if let Some(nvdisasm) = listing {
+        complaints.extend(products_differences(config, &nvdisasm.functions(&assembled.cubin)));
     }
     complaints.into_iter().map(|what| format!("{config}: {what}")).collect()
 }
 
-/// The pairwise pick of the wgmma family, and what it proposes for the layers.
-fn wgmma_configs() -> Vec<Config> {
-    let mut random = Random(3);
-    let mut configs: BTreeSet<Config> =
-        pairwise(&wgmma(), |bound| random.below(bound as u32) as usize).into_iter().collect();
+/// How the loop that has a stage's products differs from what it should be.
+fn products_differences(config: &Config, functions: &[Function]) -> Vec<String> {
+    // The end of a segment adds products of its own to the loop around this one.
+    let tiles = (config.runs_per_stage * config.tiles_per_warp()) as usize;
+    let products = 8 * tiles;
+    let Some(code) = functions.first().and_then(|function| function.loop_of(products, "HGMMA"))
+    else {
+        return vec![format!("there is no loop with {products} HGMMAs")];
+    };
+    let count = |opcode| code.iter().filter(|sass| sass.opcode().starts_with(opcode)).count();
+    let (moves, words) = (count("R2UR"), count("LDS.128"));
+    let mut differences = Vec::new();
+    if moves > products {
+        differences.push(format!("{moves} R2UR for {products} products"));
+    }
+    if words != 2 * tiles {
+        differences.push(format!("{words} loads of words for {tiles} tiles of a stage"));
+    }
+    differences
+}
+
+/// What the wgmma family proposes for the layers.
+fn wgmma_candidates() -> BTreeSet<Config> {
+    let mut configs = BTreeSet::new();
     for (n, k) in LAYERS {
-        for m in [16, 24, 32, 48, 64, 96, 128, 256, 1024] {
-            let (group, rows) = (Group::Size(128), Rows::Whole);
-            let problem = Problem { format: "u4b8", m, n, k, group, rows };
-            let candidates = select::candidates(&problem, SmArch::baseline(90)).into_iter();
-            configs.extend(candidates.filter(|config| config.family == "sm90wg"));
+        for m in [16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 1024] {
+            for group in [Group::PerColumn, Group::Size(64), Group::Size(128)] {
+                let problem = Problem { format: "u4b8", m, n, k, group, rows: Rows::Whole };
+                let candidates = select::candidates(&problem, SmArch::baseline(90)).into_iter();
+                configs.extend(candidates.filter(|config| config.family == "sm90wg"));
+            }
         }
     }
-    configs.into_iter().collect()
+    configs
 }
 
 #[test]
 fn warpgroup_products_overlap() {
     let (Some(ptxas), Some(nvdisasm)) = (Ptxas::find(), Nvdisasm::find()) else { return };
-    let work = wgmma_configs();
-    eprintln!("{} configurations", work.len());
-    assert!(work.len() > 40, "only {}", work.len());
-    let found = on_all_processors(&work, |config| wgmma_complaints(&ptxas, &nvdisasm, config));
+    let mut random = Random(3);
+    let picked = pairwise(&wgmma(), |bound| random.below(bound as u32) as usize);
+    let candidates = wgmma_candidates();
+    eprintln!("{} picked configurations, {} candidates", picked.len(), candidates.len());
+    assert!(picked.len() > 40 && candidates.len() > 100, "too few");
+    // The disassembler is the slow one: a sample of the candidates.
+    let step = if all_are_wanted() { 1 } else { 6 };
+    let listed = picked.into_iter().chain(candidates.iter().copied().step_by(step));
+    let mut work: BTreeMap<Config, bool> =
+        candidates.iter().map(|config| (*config, false)).collect();
+    work.extend(listed.map(|config| (config, true)));
+    let work: Vec<(Config, bool)> = work.into_iter().collect();
+    let found = on_all_processors(&work, |(config, listed)| {
+        wgmma_complaints(&ptxas, listed.then_some(&nvdisasm), config)
+    });
     report(&found, work.len());
 }
 
 #[test]
 fn choices_for_odd_layers_assemble() {
     let Some(ptxas) = Ptxas::find() else { return };
-    let all = std::env::var_os("MAKAIRA_ORACLE_ALL").is_some_and(|value| value != "0");
+    let all = all_are_wanted();
     let mut work = Vec::new();
     for (sm, num_sms, l2) in TARGETS {
         let device = device(sm, num_sms, l2);
