@@ -245,6 +245,16 @@ impl Executor<'_> {
         let write = Stamp::of_agent(cta, writes, epoch, thread, COPY | WRITE, pc);
         groups.last = Some(read);
         self.touch_async(lane, rank, place..place + bytes, read, true)?;
+        let [columns, _] = map.elements;
+        let leaves = i64::from(store.at[0]) + i64::from(map.tile[0]) > columns as i64;
+        if leaves && !columns.is_multiple_of(8) && rows(&map, store.at).any(|row| row.bytes > 0) {
+            let what = format!(
+                "a tile that leaves rows of {columns} elements is stored: the hardware writes whole pieces of \
+                 16 bytes, and the last one does not end with the row"
+            );
+            let help = "let rows have a multiple of 8 elements, or store the edge by threads";
+            return Err(self.fault(FaultKind::BadOperand, lane, "bulk copy", what, help));
+        }
         let smem_base = self.launch.program.smem_base;
         for row in rows(&map, store.at).filter(|row| row.bytes > 0) {
             let mut data = vec![0; row.bytes as usize];

@@ -413,11 +413,18 @@ proptest! {
         let (from, to) = (device.upload(&matrix), device.upload(&vec![0u16; matrix.len()]));
         let raw = device.alloc(512);
         let swizzle = if swizzle { Swizzle::B128 } else { Swizzle::None };
-        let tensor = |base| {
+        let tensor = |base, columns| {
             let row_bytes = 2 * pitch as u64;
             Arg::TensorMap(TensorMap { base, elements: [columns, rows], row_bytes, tile, swizzle })
         };
-        let args = [tensor(from), tensor(to), raw.into()];
+        // The hardware stores whole pieces of 16 bytes: rows that end within one would be overrun.
+        let overruns = columns % 8 != 0
+            && (x < columns as i32 && x + 64 > columns as i32)
+            && (y < rows as i32 && y + 4 > 0);
+        let args = [tensor(from, columns), tensor(to, columns), raw.into()];
+        let found = launch(&backend, &program, [1, 1], &args).map(|(kind, _)| kind);
+        prop_assert_eq!(found, overruns.then_some(FaultKind::BadOperand));
+        let args = [tensor(from, columns), tensor(to, pitch as u64), raw.into()];
         prop_assert_eq!(launch(&backend, &program, [1, 1], &args), None);
         let (raw, to): (Vec<u16>, Vec<u16>) =
             (device.download(raw, 256), device.download(to, matrix.len()));
