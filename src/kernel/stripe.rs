@@ -65,13 +65,6 @@ pub fn emit_stripe(a: &mut Asm, params: &Params) -> (Stripe, Segment) {
 }
 
 impl Stripe {
-    /// Emits a copy of how many runs are left after the newest segment.
-    pub fn emit_left(&self, a: &mut Asm) -> Reg<B32> {
-        let left = a.reg();
-        a.mov_b32(left, self.left);
-        left
-    }
-
     /// Emits the segment after `segment`: the start of the next tile, empty if nothing is left.
     pub fn emit_next(&self, a: &mut Asm, segment: &Segment) -> Segment {
         let [tile, begin, end] = a.regs();

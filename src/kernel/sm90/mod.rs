@@ -16,10 +16,6 @@
 //!    |    in the middle: all weights are read -> the lane asks for the run `stages` further on
 //! ```
 //!
-//! Rings run on across segments: the lane asks for the next tile's first runs while this tile's sums are
-//! reduced, so a CTA's share may end anywhere. The loop is unrolled by the deeper ring and a segment may begin
-//! at any of its positions.
-//!
 //! Grids may overlap: weights are requested before `griddepcontrol.wait`, everything else is touched after
 //! it; the next grid may begin when all warps have requested their last weights. Shared memory is padded so
 //! that no more than two generations of CTAs share an SM, or one where the stream is long.
@@ -39,13 +35,13 @@ use self::weights::{Warp, WeightRing};
 use super::cost::{Cost, CostModel, MmaTerms, Work, of_mma};
 use super::epilogue::{Accumulators, Epilogue, Thread, epilogue_bytes};
 use super::params::Params;
-use super::problem::{Config, Conversion, Problem, Rows, Scaling};
+use super::problem::{Config, Conversion, Problem, Rows, Scaling, Start};
 use super::stream::{
     Arithmetic, Bias, Geometry, Part, broken_rule, candidates, emit_row_tile, emit_rows_lane,
     emit_woven,
 };
-use super::stripe::{Segment, emit_stripe};
-use crate::asm::reg::{Label, Reg};
+use super::stripe::emit_stripe;
+use crate::asm::reg::Reg;
 use crate::asm::types::{B32, Cmp};
 use crate::asm::{Asm, Module, Stream};
 use crate::target::{DeviceSpec, PtxIsa, SmArch};
@@ -101,13 +97,6 @@ impl Layout {
     }
 }
 
-impl Layout {
-    /// Runs of the unrolled loop.
-    fn unrolled(&self, config: &Config) -> u32 {
-        self.row_slots.max(config.stages)
-    }
-}
-
 /// Bytes of shared memory that a configuration needs.
 pub fn smem_bytes(config: &Config) -> u32 {
     Layout::new(config).bytes
@@ -132,10 +121,9 @@ pub fn build(config: &Config, target: SmArch) -> Module {
 
     // As little as possible stands before the first copies.
     let warp = a.section("who is who", |a| Warp::new(a, config));
-    let weights =
-        WeightRing::new(&mut a, config, &params, weights_slots, layout.unrolled(config), &warp);
+    let weights = WeightRing::new(&mut a, config, &params, weights_slots, &warp);
     let (stripe, segment) = a.section("stripe", |a| emit_stripe(a, &params));
-    weights.emit_fill(&mut a, &stripe, &segment);
+    weights.emit_first_fill(&mut a, &stripe, &segment);
     let (thread, arithmetic, rows) = a.section("who is who", |a| {
         let lane = a.reg();
         a.and_b32(lane, warp.tid, 31);
@@ -145,32 +133,31 @@ pub fn build(config: &Config, target: SmArch) -> Module {
         let rows = RowRing::new(a, config, &params, row_slots, &warp, &thread);
         (thread, arithmetic, rows)
     });
-    let kernel = Sm90 { config, unrolled: layout.unrolled(config), weights, rows, arithmetic };
+    let kernel = Sm90 { config, weights, rows, arithmetic };
     a.section("fill the activations' ring", |a| a.griddepcontrol_wait());
-    let num_runs = kernel.weights.num_runs;
-    kernel.rows.emit_fill(&mut a, &segment, 0, num_runs);
+    kernel.rows.emit_fill(&mut a, &segment, kernel.weights.num_runs);
     kernel.weights.emit_rest_of_fill(&mut a);
 
-    // Segments follow each other in the rings; one may begin at any position of the unrolled loop.
-    let position = a.reg();
-    a.mov_b32(position, 0);
     let next_segment = a.label("segment");
     a.bind(next_segment);
-    let acc = kernel.emit_main_loop(&mut a, position);
+    let acc = kernel.emit_main_loop(&mut a);
     let (next, more) = a.section("next segment", |a| {
         let next = stripe.emit_next(a, &segment);
         let more = a.test_u32(Cmp::Ne, next.end, 0);
-        kernel.weights.emit_next(a, &next);
         (next, more)
     });
+    let last = a.label("last_segment");
+    a.unless(more, |a| a.bra(last));
+    // Nobody but this warp reads its weights, and it has read them.
+    kernel.weights.emit_fill(&mut a, &stripe, &next);
     if layout.sums_apart {
-        let last = a.label("last_segment");
-        a.unless(more, |a| a.bra(last));
-        // The team has finished with the slots that are asked for: one of several warps leaves the last run's
-        // alone, one of one warp has met in its last run.
-        kernel.emit_rows_at(&mut a, position, &next);
-        a.bind(last);
+        // The team has finished with the activations; a team of one has met in the middle of its last run.
+        if config.warps_n > 1 {
+            a.section("next segment", |a| kernel.rows.emit_barrier(a));
+        }
+        kernel.rows.emit_fill(&mut a, &next, kernel.weights.num_runs);
     }
+    a.bind(last);
     let epilogue = Epilogue {
         config,
         params: &params,
@@ -188,12 +175,11 @@ pub fn build(config: &Config, target: SmArch) -> Module {
         a.unless(more, |a| a.bra(end));
     });
     if !layout.sums_apart {
-        kernel.emit_rows_at(&mut a, position, &segment);
+        kernel.rows.emit_fill(&mut a, &next, kernel.weights.num_runs);
     }
     a.bra(next_segment);
     a.bind(end);
     a.exit();
-    kernel.weights.emit_detours(&mut a);
     // Two generations share an SM if they can without spills.
     let spec = target.spec().expect("a legal target is in the table");
     let both = generations(config) * config.ctas_per_sm;
@@ -211,7 +197,7 @@ fn registers_needed(config: &Config) -> u32 {
     let constants = if config.conversion == Conversion::Value { 2 } else { 0 };
     let cut_rows = if config.rows == Rows::Whole { 0 } else { 4 };
     let sums = 4 * tiles * row_tiles + (20 + 4 * more_groups) * row_tiles;
-    sums + 2 * tiles + copies + constants + cut_rows + 41
+    sums + 2 * tiles + copies + constants + cut_rows + 40
 }
 
 /// The addresses and constants of a warp's arithmetic.
@@ -233,60 +219,33 @@ fn emit_arithmetic<'a>(
     Arithmetic { config, geometry, weights_lane, scales_lane, rows_lane, zero, constants, bias }
 }
 
-/// Goes on at one of several places, the first of which follows.
-fn emit_dispatch(a: &mut Asm, number: Reg<B32>, places: &[Label]) {
-    for (n, place) in (0u32..).zip(places).skip(1) {
-        let here = a.test_u32(Cmp::Eq, number, n);
-        a.when(here, |a| a.bra(*place));
-    }
-}
-
 /// What lives through the kernel.
 struct Sm90<'a> {
     config: &'a Config,
-    /// Runs of the unrolled loop.
-    unrolled: u32,
     weights: WeightRing<'a>,
     rows: RowRing<'a>,
     arithmetic: Arithmetic<'a>,
 }
 
 impl Sm90<'_> {
-    /// Emits the first copies of a segment's activations, for the position that the loop goes on at.
-    fn emit_rows_at(&self, a: &mut Asm, position: Reg<B32>, segment: &Segment) {
-        let done = a.label("rows_asked");
-        let places: Vec<Label> = (0..self.unrolled).map(|_| a.label("rows_at")).collect();
-        emit_dispatch(a, position, &places);
-        for (position, place) in (0..).zip(&places) {
-            if position > 0 {
-                a.bind(*place);
-            }
-            self.rows.emit_fill(a, segment, position, self.weights.num_runs);
-            a.bra(done);
-        }
-        a.bind(done);
-    }
-
-    /// Emits the loop over the team's runs of a segment, from a position on and to another; the warp's
-    /// accumulators.
-    fn emit_main_loop(&self, a: &mut Asm, position: Reg<B32>) -> Accumulators {
+    /// Emits the loop over the team's runs of a segment; the warp's accumulators.
+    fn emit_main_loop(&self, a: &mut Asm) -> Accumulators {
         let acc = self.arithmetic.emit_accumulators(a);
         let num_runs = self.weights.num_runs;
-        let done = a.label("main_loop_done");
-        let runs: Vec<Label> = (0..self.unrolled).map(|_| a.label("main_loop")).collect();
-        a.section("main loop", |a| emit_dispatch(a, position, &runs));
-        for (run, label) in (0..).zip(&runs) {
-            a.bind(*label);
+        let [next, done] = ["main_loop", "main_loop_done"].map(|name| a.label(name));
+        a.bind(next);
+        let unrolled = self.rows.num_slots().max(self.config.stages);
+        for run in 0..unrolled {
             a.section(&format!("main loop, run {run}"), |a| {
                 let finished = a.test_u32(Cmp::Eq, num_runs, 0);
-                a.when(finished, |a| a.mov_b32(position, run));
                 a.when(finished, |a| a.bra(done));
                 let slot = run % self.config.stages;
                 let weights = self.weights.slots[slot as usize].codes;
                 let rows = self.rows.slots[(run % self.rows.num_slots()) as usize];
                 let (loads, mut parts) = self.arithmetic.emit_pairs(a, weights, rows, &acc);
                 let loads = self.rows.emit_begin_run(a, run, num_runs, loads);
-                self.weights.emit_wait(a, run);
+                self.weights.emit_launch_dependents(a);
+                self.weights.emit_wait(a, slot);
                 // All loads come before the last pair's arithmetic, where the slot is asked for anew.
                 let mut second = parts.split_off(parts.len().saturating_sub(2).max(1));
                 let later = second.iter_mut().map(|part| std::mem::take(&mut part.loads));
@@ -299,9 +258,9 @@ impl Sm90<'_> {
             });
         }
         a.section("main loop", |a| {
-            self.weights.emit_end_pass(a, self.unrolled);
-            self.rows.emit_advance(a, self.unrolled.into());
-            a.bra(runs[0]);
+            self.weights.emit_advance(a, unrolled);
+            self.rows.emit_advance(a, unrolled);
+            a.bra(next);
         });
         a.bind(done);
         self.arithmetic.emit_finish(a, &acc);
@@ -391,7 +350,11 @@ impl super::KernelFamily for Sm90Family {
         let own_sm = u64::from(problem.n) * u64::from(problem.k) / 2 >= LONG_STREAM_BYTES;
         let mut lists =
             candidates(self.name(), problem, &warps.concat(), &tiles_and_ctas, 0, &variants);
-        lists.iter_mut().flatten().for_each(|config| config.own_sm = own_sm);
+        for config in lists.iter_mut().flatten() {
+            config.own_sm = own_sm;
+            // Better than the full ring in nearly every layer, and never much worse.
+            config.start = Start::Ramped;
+        }
         lists
     }
 

@@ -81,19 +81,12 @@ impl<'a> RowRing<'a> {
     }
 
     /// The team meets.
-    fn emit_barrier(&self, a: &mut Asm) {
+    pub(super) fn emit_barrier(&self, a: &mut Asm) {
         emit_team_barrier(a, self.config, self.team);
     }
 
-    /// Points at the team's first run of a segment, which is computed at a position of the loop, and asks for its
-    /// first runs.
-    pub(super) fn emit_fill(
-        &self,
-        a: &mut Asm,
-        segment: &Segment,
-        position: u32,
-        num_runs: Reg<B32>,
-    ) {
+    /// Points at the team's first run of a segment and asks for its first runs.
+    pub(super) fn emit_fill(&self, a: &mut Asm, segment: &Segment, num_runs: Reg<B32>) {
         a.section("fill the activations' ring", |a| {
             let [first, byte, zero, num_rows] = a.regs();
             a.add_u32(first, segment.begin, self.team);
@@ -117,13 +110,12 @@ impl<'a> RowRing<'a> {
                 a.add_u32(left, k, k);
                 a.sub_u32(left, left, byte);
             }
-            for run in 0..self.ahead() {
-                let exists = a.test_u32(Cmp::Gt, num_runs, run);
-                self.emit_copies(a, (position + run) % self.num_slots(), run, exists);
+            for slot in 0..self.ahead() {
+                let exists = a.test_u32(Cmp::Gt, num_runs, slot);
+                self.emit_copies(a, slot, slot, exists);
                 a.cp_async_commit_group();
             }
-            // What position `position` asks for is `ahead` runs further on.
-            self.emit_advance(a, i64::from(self.ahead()) - i64::from(position));
+            self.emit_advance(a, self.ahead());
         });
     }
 
@@ -183,10 +175,9 @@ impl<'a> RowRing<'a> {
     }
 
     /// Moves on by some runs.
-    pub(super) fn emit_advance(&self, a: &mut Asm, runs: i64) {
-        let bytes = (runs * i64::from(self.step())) as u64;
-        for from in self.from.iter().filter(|_| bytes != 0) {
-            a.add_u64(*from, *from, bytes);
+    pub(super) fn emit_advance(&self, a: &mut Asm, runs: u32) {
+        for from in &self.from {
+            a.add_u64(*from, *from, u64::from(runs * self.step()));
         }
     }
 }

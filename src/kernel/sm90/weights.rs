@@ -1,14 +1,12 @@
 //! A warp's own ring of weights: bulk copies by one lane, one mbarrier a slot.
 //!
 //! A slot's barrier expects one arrival and the bytes of the copy; the arrival is the asking lane's, with the
-//! count of bytes. The ring is never begun anew, so the parity of a phase follows from the loop's passes
-//! through it. Nobody else reads a slot, so a warp barrier after the warp's last read is all that must precede the next copy into it.
+//! count of bytes. Every wait flips the parity that the slot's next wait names. Nobody else reads a slot, so
+//! a warp barrier after the warp's last read is all that must precede the next copy into it.
 //! Source: PTX ISA, "cp.async.bulk", "mbarrier", "elect.sync".
 
-use std::cell::RefCell;
-
 use crate::asm::Asm;
-use crate::asm::reg::{Label, Reg, Region, SharedAddr};
+use crate::asm::reg::{Reg, Region, SharedAddr};
 use crate::asm::types::{B32, B64, Cmp, Pred, Special};
 use crate::kernel::params::{Params, load_u32, load_u64};
 use crate::kernel::problem::{Config, Start};
@@ -73,31 +71,14 @@ pub(super) struct WeightRing<'a> {
     barriers: Reg<B32>,
     elected: Reg<Pred>,
     policy: Option<Reg<B64>>,
-    /// Parity of the phases that the loop's first pass through the ring waits for, if it changes: with an even
-    /// number of passes it does not.
-    parity: Option<Reg<B32>>,
-    /// Runs of the segment not yet computed.
+    /// Parity of each slot's next phase.
+    parities: Vec<Reg<B32>>,
+    /// Runs not yet computed.
     pub(super) num_runs: Reg<B32>,
-    /// Runs not yet asked for of the segment that is being asked for.
-    to_ask: Reg<B32>,
-    /// Its tile.
-    tile: Reg<B32>,
-    /// Runs of the stripe after it.
-    rest: Reg<B32>,
-    /// Global address of the weights that position 0 of the loop asks for, by chunk column of the warp.
+    /// When no more than so many runs are left, this warp has requested all its weights.
+    quiet_at: Reg<B32>,
+    /// Global address of the weights that the loop's first run asks for, by chunk column of the warp.
     from: Vec<Reg<B64>>,
-    /// What is emitted behind the program: see [`WeightRing::emit_ask`].
-    detours: RefCell<Vec<Detour>>,
-}
-
-/// What a position of the loop does when the segment that is being asked for has no more runs.
-struct Detour {
-    position: u32,
-    /// Where it begins.
-    begin: Label,
-    /// Where it goes when there is another segment, and when there is none.
-    ask: Label,
-    asked: Label,
 }
 
 impl<'a> WeightRing<'a> {
@@ -129,7 +110,6 @@ impl<'a> WeightRing<'a> {
         config: &'a Config,
         params: &Params,
         slots: Vec<Slot>,
-        unrolled: u32,
         warp: &Warp,
     ) -> Self {
         let policy = config.evict_first.then(|| a.reg());
@@ -143,20 +123,17 @@ impl<'a> WeightRing<'a> {
             barriers: warp.barriers,
             elected: warp.elected,
             policy,
-            parity: (unrolled / config.stages % 2 == 1).then(|| a.reg()),
+            parities: slots.iter().map(|_| a.reg()).collect(),
             slots,
             num_runs: a.reg(),
-            to_ask: a.reg(),
-            tile: a.reg(),
-            rest: a.reg(),
-            detours: RefCell::default(),
+            quiet_at: a.reg(),
             from: (0..config.tiles_per_warp().div_ceil(4)).map(|_| a.reg()).collect(),
         };
         a.section("barriers", |a| {
             if let Some(policy) = policy {
                 a.createpolicy_fractional_l2_evict_first_b64(policy);
             }
-            ring.parity.iter().for_each(|parity| a.mov_b32(*parity, 0));
+            ring.parities.iter().for_each(|parity| a.mov_b32(*parity, 0));
             ring.emit_elected(a, |a| {
                 for slot in 0..config.stages {
                     a.mbarrier_init_shared_b64(ring.barrier(slot), 1);
@@ -177,97 +154,94 @@ impl<'a> WeightRing<'a> {
         4 * self.geometry.tile_bytes * self.config.warps_k
     }
 
-    /// Asks for the CTA's first runs, as many as there are slots, or as [`Start`] says.
+    /// Emits the warp's way through a segment and asks for its first runs, as many as there are slots.
     pub(super) fn emit_fill(&self, a: &mut Asm, stripe: &Stripe, segment: &Segment) {
+        a.section("fill the weights' ring", |a| {
+            self.emit_rewind(a, stripe, segment);
+            self.emit_ask(a, 0, self.config.stages);
+            self.emit_advance(a, self.config.stages);
+        });
+    }
+
+    /// The same for the kernel's first segment, of which [`Start`] says how it begins.
+    pub(super) fn emit_first_fill(&self, a: &mut Asm, stripe: &Stripe, segment: &Segment) {
         let stages = self.config.stages;
         a.section("fill the weights' ring", |a| {
-            let first = a.reg();
-            a.add_u32(first, segment.begin, self.team);
-            self.emit_num_runs(a, first, segment.end);
-            a.mov_b32(self.to_ask, self.num_runs);
-            a.mov_b32(self.tile, segment.tile);
-            let rest = stripe.emit_left(a);
-            a.mov_b32(self.rest, rest);
-            self.emit_point(a, first, 0);
-            (0..self.first_slots()).for_each(|slot| self.emit_ask(a, slot, slot));
+            self.emit_rewind(a, stripe, segment);
+            let slots = match self.config.start {
+                Start::Ramped => stages.div_ceil(2),
+                Start::Full | Start::Prefetched => stages,
+            };
+            self.emit_ask(a, 0, slots);
             if self.config.start == Start::Prefetched {
-                self.emit_elected(a, |a| self.emit_prefetch(a));
+                self.emit_elected(a, |a| {
+                    for run in stages..2 * stages {
+                        let exists = a.test_u32(Cmp::Gt, self.num_runs, run);
+                        for from in &self.from {
+                            let from = from.at((run * self.step()) as i32);
+                            let bytes = self.geometry.warp_bytes / self.from.len() as u32;
+                            a.when(exists, |a| a.cp_async_bulk_prefetch_l2_global(from, bytes));
+                        }
+                    }
+                });
             }
-            if self.first_slots() == stages {
-                self.emit_advance(a, stages);
-            }
+            self.emit_advance(a, slots);
         });
     }
 
-    /// Slots that are asked for at once.
-    fn first_slots(&self) -> u32 {
-        match self.config.start {
-            Start::Ramped => self.config.stages.div_ceil(2),
-            Start::Full | Start::Prefetched => self.config.stages,
-        }
-    }
-
-    /// Brings the segment's next runs into L2, as many as there are slots.
-    fn emit_prefetch(&self, a: &mut Asm) {
-        let bytes = self.geometry.warp_bytes / self.from.len() as u32;
-        for run in 0..self.config.stages {
-            let exists = a.test_u32(Cmp::Gt, self.to_ask, run);
-            for from in &self.from {
-                let from = from.at(((self.config.stages + run) * self.step()) as i32);
-                a.when(exists, |a| a.cp_async_bulk_prefetch_l2_global(from, bytes));
-            }
-        }
-    }
-
-    /// Asks for the rest of the ring when its first slot has arrived, if not all was asked for at once; then the
-    /// next grid may begin, if that was all.
+    /// Asks for the rest of the ring when its first slot has arrived, if not all was asked for at once.
     pub(super) fn emit_rest_of_fill(&self, a: &mut Asm) {
-        let stages = self.config.stages;
+        if self.config.start != Start::Ramped {
+            return;
+        }
         a.section("fill the rest of the weights' ring", |a| {
-            if self.first_slots() < stages {
-                let none = a.label("none");
-                let exists = a.test_u32(Cmp::Ne, self.num_runs, 0);
-                a.unless(exists, |a| a.bra(none));
-                // What the elected lane did to the barriers is known to the others from here on.
-                a.bar_warp_sync(0xffff_ffffu32);
-                self.emit_wait(a, 0);
-                a.bind(none);
-                (self.first_slots()..stages).for_each(|slot| self.emit_ask(a, slot, slot));
-                self.emit_advance(a, stages);
-            }
-            let left = a.reg();
-            a.or_b32(left, self.to_ask, self.rest);
-            let none = a.test_u32(Cmp::Eq, left, 0);
-            a.when(none, |a| a.griddepcontrol_launch_dependents());
+            let none = a.label("no_rest");
+            let (stages, asked) = (self.config.stages, self.config.stages.div_ceil(2));
+            let exists = a.test_u32(Cmp::Gt, self.num_runs, asked);
+            a.unless(exists, |a| a.bra(none));
+            // What the elected lane did to the barriers is known to the others from here on.
+            a.bar_warp_sync(0xffff_ffffu32);
+            self.emit_await(a, 0);
+            self.emit_ask(a, asked, stages);
+            a.bind(none);
+            self.emit_advance(a, stages - asked);
         });
     }
 
-    /// Emits the team's runs `first`, `first + warps_k`, … below `end`; team < warps_k, so this does not wrap.
-    fn emit_num_runs(&self, a: &mut Asm, first: Reg<B32>, end: Reg<B32>) {
-        self.emit_count(a, self.num_runs, first, end);
+    /// Asks for runs into slots `first ..` up to `end`, as many as there are; `from` points at the first.
+    fn emit_ask(&self, a: &mut Asm, first: u32, end: u32) {
+        self.emit_elected(a, |a| {
+            for slot in first..end {
+                let exists = a.test_u32(Cmp::Gt, self.num_runs, slot);
+                a.when(exists, |a| self.emit_copy(a, slot, slot - first));
+            }
+        });
     }
 
-    fn emit_count(&self, a: &mut Asm, count: Reg<B32>, first: Reg<B32>, end: Reg<B32>) {
-        a.sub_u32(count, end, first);
-        a.add_u32(count, count, self.config.warps_k - 1);
-        a.shr_u32(count, count, self.config.warps_k.ilog2());
+    /// Emits what the elected lane does.
+    fn emit_elected(&self, a: &mut Asm, emit: impl FnOnce(&mut Asm)) {
+        let done = a.label("asked");
+        a.unless(self.elected, |a| a.bra(done));
+        emit(a);
+        a.bind(done);
     }
 
-    /// Emits the runs to compute of a segment that begins with its tile.
-    pub(super) fn emit_next(&self, a: &mut Asm, next: &Segment) {
-        self.emit_num_runs(a, self.team, next.end);
-    }
-
-    /// Points at run `first` of the tile, for position `position` of the loop.
-    fn emit_point(&self, a: &mut Asm, first: Reg<B32>, position: u32) {
+    /// Points at the team's first run of a segment.
+    fn emit_rewind(&self, a: &mut Asm, stripe: &Stripe, segment: &Segment) {
+        stripe.emit_by_rest(a, self.quiet_at, self.config.stages, 0);
         let (config, geometry) = (self.config, self.geometry);
+        let first = a.reg();
+        a.add_u32(first, segment.begin, self.team);
+        // Runs begin + team, begin + team + warps_k, … below end; team < warps_k, so this does not wrap.
+        a.sub_u32(self.num_runs, segment.end, first);
+        a.add_u32(self.num_runs, self.num_runs, config.warps_k - 1);
+        a.shr_u32(self.num_runs, self.num_runs, config.warps_k.ilog2());
         // The warp's channels begin in some chunk column, some tiles into the chunk, or are those of two columns.
         let chunk_bytes = 4 * geometry.tile_bytes;
         let num_columns = load_u32(a, self.params.num_chunk_columns);
-        let k_tiles = load_u32(a, self.params.k_tiles);
         let b_ptr = load_u64(a, self.params.b_ptr);
         let [warp_column, last_column] = a.regs();
-        a.mad_lo_u32(warp_column, self.tile, config.warps_n, self.warp_n);
+        a.mad_lo_u32(warp_column, segment.tile, config.warps_n, self.warp_n);
         // A tile may reach past the last column: those warps read the last one and write nothing.
         a.sub_u32(last_column, num_columns, 1);
         let warps_per_chunk = CHUNK_CHANNELS as u32 / 16 / config.tiles_per_warp();
@@ -278,66 +252,14 @@ impl<'a> WeightRing<'a> {
                 _ => a.shr_u32(column, warp_column, warps_per_chunk.ilog2()),
             }
             a.min_u32(column, column, last_column);
-            a.mad_lo_u32(run, column, k_tiles, first);
+            a.mad_lo_u32(run, column, segment.k_tiles, first);
             a.mad_wide_u32(*from, run, chunk_bytes, b_ptr);
             if warps_per_chunk > 1 {
                 let part = a.reg();
                 a.and_b32(part, warp_column, warps_per_chunk - 1);
                 a.mad_wide_u32(*from, part, geometry.warp_bytes, *from);
             }
-            if position > 0 {
-                a.add_u64(*from, *from, u64::from(position * self.step()).wrapping_neg());
-            }
         }
-    }
-
-    /// Asks for the next run of the stripe into a slot, at a position of the loop. Where the segment that is being
-    /// asked for has ended it takes a detour by the next one, so that the ring runs on while sums are reduced.
-    fn emit_ask(&self, a: &mut Asm, slot: u32, position: u32) {
-        let [begin, ask, asked] = ["next_segment_asked", "ask", "asked"].map(|name| a.label(name));
-        let ended = a.test_u32(Cmp::Eq, self.to_ask, 0);
-        a.when(ended, |a| a.bra(begin));
-        a.bind(ask);
-        a.sub_u32(self.to_ask, self.to_ask, 1);
-        a.unless(self.elected, |a| a.bra(asked));
-        self.emit_copy(a, slot, position);
-        a.bind(asked);
-        self.detours.borrow_mut().push(Detour { position, begin, ask, asked });
-    }
-
-    /// Emits the detours, behind the program's end.
-    pub(super) fn emit_detours(&self, a: &mut Asm) {
-        for Detour { position, begin, ask, asked } in self.detours.take() {
-            a.section("the next segment's weights", |a| {
-                let another = a.label("another");
-                a.bind(begin);
-                let more = a.test_u32(Cmp::Ne, self.rest, 0);
-                a.when(more, |a| a.bra(another));
-                // This warp has asked for all its weights.
-                a.griddepcontrol_launch_dependents();
-                a.bra(asked);
-                a.bind(another);
-                let k_tiles = load_u32(a, self.params.k_tiles);
-                let end = a.reg();
-                a.add_u32(self.tile, self.tile, 1);
-                a.min_u32(end, self.rest, k_tiles);
-                a.sub_u32(self.rest, self.rest, end);
-                self.emit_count(a, self.to_ask, self.team, end);
-                self.emit_point(a, self.team, position);
-                // A short segment may have no run for this team.
-                let none = a.test_u32(Cmp::Eq, self.to_ask, 0);
-                a.when(none, |a| a.bra(begin));
-                a.bra(ask);
-            });
-        }
-    }
-
-    /// Emits what the elected lane does.
-    fn emit_elected(&self, a: &mut Asm, emit: impl FnOnce(&mut Asm)) {
-        let done = a.label("elected_done");
-        a.unless(self.elected, |a| a.bra(done));
-        emit(a);
-        a.bind(done);
     }
 
     /// The elected lane asks for the weights of the run `ahead` runs past `from`.
@@ -358,40 +280,43 @@ impl<'a> WeightRing<'a> {
         }
     }
 
-    /// Waits until the weights of a position of the loop are there. What the elected lane did to the barriers must
-    /// be known: the team has met since.
-    pub(super) fn emit_wait(&self, a: &mut Asm, position: u32) {
-        let stages = self.config.stages;
-        let barrier = self.barrier(position % stages);
+    /// Waits until a slot's weights are there. What the elected lane did to the barriers must be known: the
+    /// team has met since.
+    pub(super) fn emit_wait(&self, a: &mut Asm, slot: u32) {
+        self.emit_await(a, slot);
+        let parity = self.parities[slot as usize];
+        a.xor_b32(parity, parity, 1);
+    }
+
+    fn emit_await(&self, a: &mut Asm, slot: u32) {
+        let parity = self.parities[slot as usize];
         let again = a.label("again");
         a.bind(again);
         let arrived = a.reg();
-        match self.parity {
-            Some(parity) => a.mbarrier_try_wait_parity_shared_cta_b64(arrived, barrier, parity),
-            None => {
-                let parity = position / stages % 2;
-                a.mbarrier_try_wait_parity_shared_cta_b64(arrived, barrier, parity);
-            }
-        }
+        a.mbarrier_try_wait_parity_shared_cta_b64(arrived, self.barrier(slot), parity);
         a.unless(arrived, |a| a.bra(again));
     }
 
-    /// Ends a pass of the loop.
-    pub(super) fn emit_end_pass(&self, a: &mut Asm, unrolled: u32) {
-        self.emit_advance(a, unrolled);
-        if let Some(parity) = self.parity {
-            a.xor_b32(parity, parity, 1);
-        }
+    /// Lets the next grid begin if this warp has asked for all its weights.
+    pub(super) fn emit_launch_dependents(&self, a: &mut Asm) {
+        let quiet = a.test_u32(Cmp::Le, self.num_runs, self.quiet_at);
+        a.when(quiet, |a| a.griddepcontrol_launch_dependents());
     }
 
-    /// Asks for the run `stages` after this one, at a position of the loop, into the slot that the warp has read.
-    pub(super) fn emit_request(&self, a: &mut Asm, slot: u32, position: u32) {
+    /// Asks for the run `stages` after this one, the loop's number `run`, if there is one, into the slot that
+    /// the warp has read.
+    pub(super) fn emit_request(&self, a: &mut Asm, slot: u32, run: u32) {
+        let asked = a.label("asked");
         a.bar_warp_sync(0xffff_ffffu32);
-        self.emit_ask(a, slot, position);
+        let more = a.test_u32(Cmp::Gt, self.num_runs, self.config.stages);
+        a.and_pred(more, more, self.elected);
+        a.unless(more, |a| a.bra(asked));
+        self.emit_copy(a, slot, run);
+        a.bind(asked);
     }
 
     /// Moves on by some runs.
-    fn emit_advance(&self, a: &mut Asm, runs: u32) {
+    pub(super) fn emit_advance(&self, a: &mut Asm, runs: u32) {
         for from in &self.from {
             a.add_u64(*from, *from, u64::from(runs * self.step()));
         }
