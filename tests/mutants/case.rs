@@ -52,12 +52,11 @@ impl Case {
                     product(3, stage, 3 * stage),
                 ]
             }
-            // An owned segment is followed by one that refills every slot of the ring. In Hopper's rings, whose
-            // loop has up to twice the stages, segments begin at every one of them.
+            // An owned segment is followed by one that refills every slot of the ring. Every run of the unrolled
+            // loop does: that of Hopper's rings has up to twice the stages.
             "sm90" => {
-                let k_tiles = teams * (4 * stages + 1) + 1;
-                let num_tiles = 2 * stages + 2;
-                vec![product(num_tiles, k_tiles, (num_tiles - 1) * k_tiles - 1)]
+                let k_tiles = teams * (3 * stages + 1) + 1;
+                vec![product(num_tiles, k_tiles, 2 * k_tiles - 1)]
             }
             _ => {
                 let k_tiles = teams * (stages + 2) + 1;

@@ -91,14 +91,12 @@ fn weaker(node: &Node) -> Vec<(&'static str, Option<Node>)> {
         }
         Inst::Mbarrier(Mbarrier::MbarrierTryWaitParity(wait)) => {
             let passes = SetpU32 { d: wait.d, cmp: Cmp::Eq, a: In::Imm(0), b: In::Imm(0) };
-            let mut weaker = vec![becomes("does not wait", passes.into())];
-            for (n, how) in [(0, "waits for even phases"), (1, "waits for odd phases")] {
-                if wait.parity != In::Imm(n) {
-                    let other = MbarrierTryWaitParity { parity: In::Imm(n), ..wait };
-                    weaker.push(becomes(how, other.into()));
-                }
-            }
-            weaker
+            let parity = |n| MbarrierTryWaitParity { parity: In::Imm(n), ..wait };
+            vec![
+                becomes("does not wait", passes.into()),
+                becomes("waits for even phases", parity(0).into()),
+                becomes("waits for odd phases", parity(1).into()),
+            ]
         }
         Inst::Mbarrier(Mbarrier::MbarrierArrive(_)) => vec![left_out],
         Inst::Bulk(
