@@ -75,7 +75,8 @@ pub enum Conversion {
     /// To their values.
     Value,
     /// They stay where they lie, as fp16 subnormals, and the sums make up for it: see
-    /// [`crate::weights::Subnormal`]. Fewer instructions for the weights, some more for the batch.
+    /// [`crate::weights::Subnormal`]. Fewer instructions for the weights, some more for the batch. A row of A
+    /// that holds an infinity comes out as NaN, where values leave infinities.
     Subnormal,
 }
 

@@ -1,7 +1,7 @@
 //! Laws: any small product is right, names parse back, divisions are exact.
 
 use makaira::kernel::params::magic;
-use makaira::kernel::{Config, Problem, Reduction, Rows, select};
+use makaira::kernel::{Config, Conversion, FAMILIES, Problem, Reduction, Rows, Start, select};
 use makaira::target::SmArch;
 use makaira::weights::Group;
 use proptest::prelude::*;
@@ -87,8 +87,11 @@ fn configs() -> impl Strategy<Value = Config> {
             Group::Size(128),
         ]),
         (any::<bool>(), any::<bool>(), any::<bool>(), 0usize..3),
+        (0..FAMILIES.len(), any::<bool>(), 0usize..3, any::<bool>()),
     )
-        .prop_map(|(tile, pipeline, group, (fragment, in_place, evict_first, rows))| {
+        .prop_map(|(tile, pipeline, group, numerics, stream)| {
+            let (fragment, in_place, evict_first, rows) = numerics;
+            let (family, own_sm, start, subnormal) = stream;
             let (tile_m, tiles_per_warp, warps_n) = tile;
             let (warps_k, stages, ctas_per_sm) = pipeline;
             let known = "marlin_sm80_u4b8_f16_m16n64k1024_g128_w1_s3_c2_fs";
@@ -96,6 +99,7 @@ fn configs() -> impl Strategy<Value = Config> {
             let promote =
                 "marlin_sm80_u4b8_f16_m16n64k1024_g128_w1_s3_c2".parse::<Config>().expect("a name");
             Config {
+                family: FAMILIES[family].name(),
                 group,
                 tile_m,
                 tile_n: 16 * tiles_per_warp * warps_n,
@@ -103,6 +107,9 @@ fn configs() -> impl Strategy<Value = Config> {
                 warps_k,
                 stages,
                 ctas_per_sm,
+                own_sm,
+                start: [Start::Full, Start::Ramped, Start::Prefetched][start],
+                conversion: if subnormal { Conversion::Subnormal } else { Conversion::Value },
                 scaling: if fragment { known.scaling } else { promote.scaling },
                 reduction: if in_place { Reduction::F16InPlace } else { Reduction::F32 },
                 rows: [Rows::Whole, Rows::Vector, Rows::Element][rows],

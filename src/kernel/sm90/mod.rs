@@ -16,9 +16,20 @@
 //!    |    in the middle: all weights are read -> the lane asks for the run `stages` further on
 //! ```
 //!
+//! Rings run on across segments: the lane asks for the next tile's first runs while this tile's sums are
+//! reduced, so a CTA's share may end anywhere. The loop is unrolled by the deeper ring and a segment may begin
+//! at any of its positions.
+//!
 //! Grids may overlap: weights are requested before `griddepcontrol.wait`, everything else is touched after
-//! it; the next grid may begin when a warp has requested its last weights. Shared memory is padded so that no
-//! more than two generations of CTAs share an SM, or one where the stream is long.
+//! it; the next grid may begin when all warps have requested their last weights. Shared memory is padded so
+//! that no more than two generations of CTAs share an SM, or one where the stream is long.
+//!
+//! Per run and warp of 64 channels, subnormal codes, by the offline assembler: 284 instructions at 8 rows, 36
+//! of them HMMA, and 352 with 72 at 16 rows; values take 113 and 98 more.
+//!
+//! Measured, H200, 2026-11-30, group 128, in a graph and, in brackets, with grids that overlap: 4096 x 4096 at
+//! M = 1 in 4.5 (3.5) us by `m1n32k1024_g128_w1_s2_c1`, 57344 x 8192 in 58.3 (56.8) us by
+//! `m1n448k256_g128_w7_s2_c1_sn`, at M = 16 in 64.2 (62.2) us by `m16n512k256_g128_w4_s2_c1_sn`.
 
 mod rows;
 mod weights;

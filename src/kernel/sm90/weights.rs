@@ -228,6 +228,8 @@ impl<'a> WeightRing<'a> {
                 let none = a.label("none");
                 let exists = a.test_u32(Cmp::Ne, self.num_runs, 0);
                 a.unless(exists, |a| a.bra(none));
+                // What the elected lane did to the barriers is known to the others from here on.
+                a.bar_warp_sync(0xffff_ffffu32);
                 self.emit_wait(a, 0);
                 a.bind(none);
                 (self.first_slots()..stages).for_each(|slot| self.emit_ask(a, slot, slot));

@@ -140,9 +140,10 @@ impl Wg<'_> {
         a.shr_u32(team, self.tid, team_threads.ilog2());
         a.and_b32(in_team, self.tid, team_threads - 1);
         a.mad_lo_u32(base, in_team, 16, self.smem);
-        let add = a.label("add_teams");
+        // All teams meet at the same two barriers: around the sums in shared memory.
+        let [stored, added] = ["stored", "added"].map(|name| a.label(name));
         let is_first = a.test_u32(Cmp::Eq, team, 0);
-        a.when(is_first, |a| a.bra(add));
+        a.when(is_first, |a| a.bra(stored));
         let region = self.plan.exchange;
         let [before, to] = a.regs();
         a.sub_u32(before, team, 1);
@@ -151,11 +152,9 @@ impl Wg<'_> {
             let place = to.at(region.start + n as u32 * 16 * team_threads).within(region);
             a.st_shared_v4_f32(place, *item);
         }
+        a.bind(stored);
         a.bar_sync_n(CONSUMERS, threads);
-        a.bar_sync_n(CONSUMERS, threads);
-        a.bra(done);
-        a.bind(add);
-        a.bar_sync_n(CONSUMERS, threads);
+        a.unless(is_first, |a| a.bra(added));
         for other in 0..config.warps_k - 1 {
             for (n, item) in sums.iter().flatten().enumerate() {
                 let offset = region.start + other * team_bytes + n as u32 * 16 * team_threads;
@@ -166,7 +165,9 @@ impl Wg<'_> {
                 }
             }
         }
+        a.bind(added);
         a.bar_sync_n(CONSUMERS, threads);
+        a.unless(is_first, |a| a.bra(done));
     }
 
     /// Rounds, transposes and writes the tile.
