@@ -335,7 +335,9 @@ fn redundant(config: &Config, mutant: &Mutant, module: &Module) -> Option<&'stat
         && matches!(node.inst, Inst::Mbarrier(Mbarrier::MbarrierTryWaitParity(_)));
     let odd = "waits for odd phases";
     if paces && !mutant.what.ends_with(odd) {
-        return Some("the first wait only paces the copies; the run that reads the slot waits again");
+        return Some(
+            "the first wait only paces the copies; the run that reads the slot waits again",
+        );
     }
     let rows_per_pass = config.num_threads() / (config.tile_n / 4);
     let unguarded = mutant.with.is_some_and(|node| node.guard.is_none());

@@ -87,8 +87,6 @@ pub enum Start {
     Full,
     /// Half of them, the others when the first has arrived: the first bytes wait for fewer others.
     Ramped,
-    /// All of them, and as much again is brought into L2: for grids that begin early.
-    Prefetched,
 }
 
 /// How CTAs that share a tile add up.
@@ -184,7 +182,6 @@ impl fmt::Display for Config {
         match self.start {
             Start::Full => {}
             Start::Ramped => write!(f, "_sr")?,
-            Start::Prefetched => write!(f, "_sp")?,
         }
         if self.conversion == Conversion::Subnormal {
             write!(f, "_sn")?;
@@ -278,14 +275,13 @@ impl FromStr for Config {
             match flag {
                 "so" => config.own_sm = true,
                 "sr" => config.start = Start::Ramped,
-                "sp" => config.start = Start::Prefetched,
                 "sn" => config.conversion = Conversion::Subnormal,
                 "fs" => config.scaling = Scaling::Fragment,
                 "r16" => config.reduction = Reduction::F16InPlace,
                 "kt" => config.rows = Rows::Vector,
                 "el" => config.rows = Rows::Element,
                 "ef" => config.evict_first = true,
-                _ => return Err(error("a flag is none of so, sr, sp, sn, fs, r16, kt, el, ef")),
+                _ => return Err(error("a flag is none of so, sr, sn, fs, r16, kt, el, ef")),
             }
         }
         // One spelling per configuration.
