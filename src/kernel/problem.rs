@@ -87,8 +87,6 @@ pub enum Start {
     Full,
     /// Half of them, the others when the first has arrived: the first bytes wait for fewer others.
     Ramped,
-    /// All of them, and as much again is brought into L2: for grids that begin early.
-    Prefetched,
 }
 
 /// How CTAs that share a tile add up.
@@ -189,7 +187,6 @@ impl fmt::Display for Config {
         match self.start {
             Start::Full => {}
             Start::Ramped => write!(f, "_sr")?,
-            Start::Prefetched => write!(f, "_sp")?,
         }
         if self.conversion == Conversion::Subnormal {
             write!(f, "_sn")?;
@@ -286,7 +283,6 @@ impl FromStr for Config {
                 "x4" => config.runs_per_stage = 4,
                 "so" => config.own_sm = true,
                 "sr" => config.start = Start::Ramped,
-                "sp" => config.start = Start::Prefetched,
                 "sn" => config.conversion = Conversion::Subnormal,
                 "fs" => config.scaling = Scaling::Fragment,
                 "r16" => config.reduction = Reduction::F16InPlace,
@@ -294,9 +290,7 @@ impl FromStr for Config {
                 "el" => config.rows = Rows::Element,
                 "ef" => config.evict_first = true,
                 _ => {
-                    return Err(error(
-                        "a flag is none of x2, x4, so, sr, sp, sn, fs, r16, kt, el, ef",
-                    ));
+                    return Err(error("a flag is none of x2, x4, so, sr, sn, fs, r16, kt, el, ef"));
                 }
             }
         }

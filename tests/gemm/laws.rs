@@ -87,11 +87,11 @@ fn configs() -> impl Strategy<Value = Config> {
             Group::Size(128),
         ]),
         (any::<bool>(), any::<bool>(), any::<bool>(), 0usize..3),
-        (0..FAMILIES.len(), any::<bool>(), 0usize..3, any::<bool>()),
+        (0..FAMILIES.len(), any::<bool>(), any::<bool>(), any::<bool>()),
     )
         .prop_map(|(tile, pipeline, group, numerics, stream)| {
             let (fragment, in_place, evict_first, rows) = numerics;
-            let (family, own_sm, start, subnormal) = stream;
+            let (family, own_sm, ramped, subnormal) = stream;
             let (tile_m, tiles_per_warp, warps_n) = tile;
             let (warps_k, stages, ctas_per_sm) = pipeline;
             let known = "marlin_sm80_u4b8_f16_m16n64k1024_g128_w1_s3_c2_fs";
@@ -108,7 +108,7 @@ fn configs() -> impl Strategy<Value = Config> {
                 stages,
                 ctas_per_sm,
                 own_sm,
-                start: [Start::Full, Start::Ramped, Start::Prefetched][start],
+                start: if ramped { Start::Ramped } else { Start::Full },
                 conversion: if subnormal { Conversion::Subnormal } else { Conversion::Value },
                 scaling: if fragment { known.scaling } else { promote.scaling },
                 reduction: if in_place { Reduction::F16InPlace } else { Reduction::F32 },

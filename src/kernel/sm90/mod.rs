@@ -271,26 +271,26 @@ impl Sm90<'_> {
 /// Bytes of weights from which on a grid has its SMs to itself: measured between 43 and 61 MB.
 const LONG_STREAM_BYTES: u64 = 50_000_000;
 
-/// Fitted to 358 measurements on one H200: see `benches/NOTES.md`.
+/// Fitted to 614 measurements on one H200: see `benches/NOTES.md`.
 static MODEL: CostModel = CostModel {
-    start_us: 2.54,
+    start_us: 2.47,
     wave_us: 1.0,
-    bytes_per_us: 4.593e6,
-    activation_share: 0.106,
+    bytes_per_us: 4.571e6,
+    activation_share: 0.123,
     in_flight_bytes: 20.9e3,
-    imbalance: 0.105,
-    issue_per_us: 2303.5,
-    mma_weight: 7.66,
-    exposed_share: 0.367,
-    round_floor: 851.0,
-    round_overhead: 28.0,
-    crowd_us: 0.252,
-    epilogue_us: 0.173,
-    epilogue_us_per_100kb: 1.11,
-    hop_us: 0.99,
-    helper_us: 0.119,
-    helper_us_per_100kb: 1.5,
-    overlap: 4.29,
+    imbalance: 0.0965,
+    issue_per_us: 2309.0,
+    mma_weight: 7.44,
+    exposed_share: 0.382,
+    round_floor: 859.0,
+    round_overhead: 29.3,
+    crowd_us: 0.275,
+    epilogue_us: 0.204,
+    epilogue_us_per_100kb: 0.928,
+    hop_us: 1.09,
+    helper_us: 0.13,
+    helper_us_per_100kb: 1.66,
+    overlap: 4.18,
 };
 
 /// What the prediction is multiplied by: as fast as `sm80` in small layers, but much faster where grids may
@@ -326,13 +326,15 @@ impl super::KernelFamily for Sm90Family {
     }
 
     fn candidates(&self, problem: &Problem) -> Vec<Vec<Config>> {
+        // CTAs of one grid gather on few SMs where a long stream overlaps another.
+        let own_sm = u64::from(problem.n) * u64::from(problem.k) / 2 >= LONG_STREAM_BYTES;
         // Odd numbers of warps side by side: the layers of well-known models fall into as many equal tiles as
         // there are SMs.
-        let warps = [
-            [(1, 4), (1, 8), (1, 16), (2, 2), (2, 4)],
-            [(2, 8), (3, 2), (3, 4), (4, 1), (4, 2)],
-            [(4, 4), (5, 2), (7, 1), (7, 2), (8, 1)],
-        ];
+        let mut warps = vec![(1, 4), (1, 8), (2, 2), (2, 4), (2, 8), (3, 2), (3, 4), (4, 1)];
+        warps.extend([(4, 2), (4, 4), (5, 2), (7, 1), (7, 2), (8, 1)]);
+        if own_sm {
+            warps.push((1, 16));
+        }
         let mut tiles_and_ctas = vec![(2, 1), (2, 2), (4, 1), (4, 2)];
         match problem.m {
             // One row: mma are cheap.
@@ -346,10 +348,7 @@ impl super::KernelFamily for Sm90Family {
         if format.is_some_and(|format| format.subnormal().is_some()) {
             variants.push((Conversion::Subnormal, Scaling::Promote));
         }
-        // CTAs of one grid gather on few SMs where a long stream overlaps another.
-        let own_sm = u64::from(problem.n) * u64::from(problem.k) / 2 >= LONG_STREAM_BYTES;
-        let mut lists =
-            candidates(self.name(), problem, &warps.concat(), &tiles_and_ctas, 0, &variants);
+        let mut lists = candidates(self.name(), problem, &warps, &tiles_and_ctas, 0, &variants);
         for config in lists.iter_mut().flatten() {
             config.own_sm = own_sm;
             // Better than the full ring in nearly every layer, and never much worse.

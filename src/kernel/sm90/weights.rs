@@ -170,21 +170,9 @@ impl<'a> WeightRing<'a> {
             self.emit_rewind(a, stripe, segment);
             let slots = match self.config.start {
                 Start::Ramped => stages.div_ceil(2),
-                Start::Full | Start::Prefetched => stages,
+                Start::Full => stages,
             };
             self.emit_ask(a, 0, slots);
-            if self.config.start == Start::Prefetched {
-                self.emit_elected(a, |a| {
-                    for run in stages..2 * stages {
-                        let exists = a.test_u32(Cmp::Gt, self.num_runs, run);
-                        for from in &self.from {
-                            let from = from.at((run * self.step()) as i32);
-                            let bytes = self.geometry.warp_bytes / self.from.len() as u32;
-                            a.when(exists, |a| a.cp_async_bulk_prefetch_l2_global(from, bytes));
-                        }
-                    }
-                });
-            }
             self.emit_advance(a, slots);
         });
     }
