@@ -113,6 +113,9 @@ fn complaints(
     config: &Config,
     target: SmArch,
 ) -> Vec<String> {
+    if config.family == "sm90wg" {
+        return wgmma_complaints(ptxas, listing, config);
+    }
     let family = select::family_of(config);
     let module = family.build(config, target);
     let name = format!("{target} {config}");

@@ -140,7 +140,13 @@ impl<'a> Consumer<'a> {
         // Wide steps leave the products more time, narrow ones take fewer registers.
         let per_tile = config.tile_m / 2;
         let live = per_tile * tiles as u32 * if promotes { 2 } else { 1 };
-        let width = if live + 64 > super::registers(config) { 2 } else { 4 };
+        let available = super::registers(config);
+        let others = match tiles {
+            1 if available > 80 => 64,
+            1 => 80,
+            _ => 96 + 16 * (geometry.groups_per_run - 1),
+        };
+        let width = if live + others > available { 2 } else { 4 };
         let top = Carry {
             codes: a.regs(),
             scales: (0..tiles).map(|_| (0..groups).map(|_| a.reg()).collect()).collect(),

@@ -53,7 +53,7 @@ fn sums(config: &Config) -> u32 {
 }
 
 pub(super) fn registers_needed(config: &Config) -> u32 {
-    sums(config) + OTHER_REGISTERS
+    sums(config) + if super::promotes(config) { OTHER_REGISTERS } else { 66 }
 }
 
 /// Configurations for a problem: each with as many stages as fit, down to the fewest that overlap.
