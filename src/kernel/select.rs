@@ -137,7 +137,9 @@ fn stripes(tiling: &Tiling, config: &Config, device: &DeviceSpec) -> Vec<u32> {
     let num_tiles = if covers_rows { all_tiles } else { tiling.num_tiles };
     // Row tiles already fill a card that many times: partial sums would only cost.
     let few = all_tiles < 4 * slots;
-    if few {
+    // Several tiles a CTA that leave few CTAs idle: whole ones stay in step and share what they read.
+    let fills = tiles_per_slot > 1 && 5 * all_tiles >= 4 * slots * tiles_per_slot;
+    if few && !(covers_rows && fills) {
         stripes.extend((2..=8).map(|parts| tiling.k_tiles.div_ceil(parts)));
         for waves in 1..=2 {
             let even = (all_tiles * tiling.k_tiles).div_ceil(slots * waves);

@@ -372,7 +372,7 @@ impl super::KernelFamily for Sm80Family {
         let work = Work { instructions: run.instructions + copies + 25.0, ..run };
         let runs_in_flight = self.runs_in_flight(config);
         // On Hopper the family of its own is as fast in small layers, and much faster where grids may overlap.
-        let factor = if device.arch.sm == 90 { 1.12 } else { 1.0 };
+        let factor = if device.arch.sm == 90 && config.tile_m <= 16 { 1.12 } else { 1.0 };
         let terms = MmaTerms { work, runs_in_flight, model: &MODEL, factor };
         of_mma(config, problem, device, stripe, &terms)
     }

@@ -29,7 +29,8 @@ const SHAPES: [(u32, u32, u32); 11] = [
 
 /// Bytes of weights on their way beyond which more stages bring nothing.
 const IN_FLIGHT_BYTES: u32 = 110 << 10;
-/// Most stages of a ring.
+/// Stages of a ring, at least and at most: with two, copies and products take turns.
+const MIN_STAGES: u32 = 3;
 const MAX_STAGES: u32 = 6;
 
 /// Registers that a thread needs beside its sums, fitted to what the assembler takes.
@@ -92,16 +93,18 @@ pub(super) fn candidates(problem: &Problem) -> Vec<Vec<Config>> {
                     };
                     let geometry = Geometry::new(&config(2));
                     let weights = geometry.columns * geometry.column_bytes * ctas_per_sm;
-                    let most = (1 + IN_FLIGHT_BYTES.div_ceil(weights)).clamp(3, MAX_STAGES);
+                    let most =
+                        (1 + IN_FLIGHT_BYTES.div_ceil(weights)).clamp(MIN_STAGES, MAX_STAGES);
                     // Few rows gain nothing by scaled fragments, many nothing by promoted sums.
                     let gains = match scaling {
                         Scaling::Promote => tile_m <= 96,
                         Scaling::Fragment => tile_m >= 48 || problem.group != Group::Size(128),
                     };
-                    let fewest = if runs_per_stage > 1 { 2 } else { 3 };
                     let whole = problem.k.div_ceil(128).is_multiple_of(geometry.stage_runs);
-                    if gains && whole && (runs_per_stage == 1 || tile_m <= 64) {
-                        lists.push((fewest..=most).rev().map(config).collect());
+                    // Tall tiles: two warpgroups of two tiles each measured better than four of one.
+                    let crowded = tile_m > 96 && warps_n * warps_k > 12;
+                    if gains && whole && !crowded && (runs_per_stage == 1 || tile_m <= 64) {
+                        lists.push((MIN_STAGES..=most).rev().map(config).collect());
                     }
                 }
             }
