@@ -137,8 +137,9 @@ fn stripes(tiling: &Tiling, config: &Config, device: &DeviceSpec) -> Vec<u32> {
     let num_tiles = if covers_rows { all_tiles } else { tiling.num_tiles };
     // Row tiles already fill a card that many times: partial sums would only cost.
     let few = all_tiles < 4 * slots;
-    // Several tiles a CTA that leave few CTAs idle: whole ones stay in step and share what they read.
-    let fills = tiles_per_slot > 1 && 5 * all_tiles >= 4 * slots * tiles_per_slot;
+    // Where whole tiles leave few CTAs idle they are better: CTAs stay in step and share what they read.
+    let share = if tiles_per_slot > 1 { 8 } else { 9 };
+    let fills = 10 * all_tiles >= share * slots * tiles_per_slot;
     if few && !(covers_rows && fills) {
         stripes.extend((2..=8).map(|parts| tiling.k_tiles.div_ceil(parts)));
         for waves in 1..=2 {
