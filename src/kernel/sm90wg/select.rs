@@ -36,12 +36,15 @@ const MAX_STAGES: u32 = 6;
 /// Registers that a thread needs beside its sums, fitted to what the assembler takes.
 const OTHER_REGISTERS: u32 = 56;
 
-/// Row tiles for a batch of `m` rows: the batch itself in steps of 8, or for large ones what fits evenly.
-fn tile_ms(m: u64) -> Vec<u32> {
-    match m {
-        0..=64 => vec![(m.max(1) as u32).next_multiple_of(8)],
+/// Row tiles for a batch: the batch itself in steps of 8, or for large ones what fits evenly.
+fn tile_ms(problem: &Problem) -> Vec<u32> {
+    // Half the rows convert every weight twice, but are twice the tiles: for layers that want more of them.
+    let wants_tiles = u64::from(problem.n) * u64::from(problem.k) < 100_000_000;
+    match problem.m {
+        m @ 0..=64 => vec![(m.max(1) as u32).next_multiple_of(8)],
         65..=96 => vec![96],
-        97..=128 => vec![128, 64],
+        97..=128 if wants_tiles => vec![128, 64],
+        97..=128 => vec![128],
         129..=192 => vec![192, 96],
         _ => vec![256, 128],
     }
@@ -68,7 +71,7 @@ pub(super) fn candidates(problem: &Problem) -> Vec<Vec<Config>> {
         Group::Size(128) => &[Scaling::Promote, Scaling::Fragment],
         Group::Size(_) => &[Scaling::Fragment],
     };
-    for tile_m in tile_ms(problem.m) {
+    for tile_m in tile_ms(problem) {
         for (tile_n, warps_n, warps_k) in SHAPES {
             for (ctas_per_sm, runs_per_stage) in [(1, 1), (1, 2), (2, 1), (2, 2)] {
                 for &scaling in scalings {
