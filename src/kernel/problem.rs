@@ -109,13 +109,13 @@ pub struct Config {
     pub format: &'static str,
     /// How inputs share scales.
     pub group: Group,
-    /// Rows of C that a CTA computes: a multiple of 8.
+    /// Rows of C that a CTA computes: 1, 2, 4 or a multiple of 8.
     pub tile_m: u32,
     /// Columns of C that a CTA computes: `16 * tiles_per_warp * warps_n`.
     pub tile_n: u32,
     /// Warps side by side along n: a team. They share activations.
     pub warps_n: u32,
-    /// Teams: each takes every `warps_k`-th run of 128 inputs.
+    /// Teams: each takes every `warps_k`-th run of 128 inputs, in `sm90wg` every `warps_k`-th part of a stage.
     pub warps_k: u32,
     /// Stages of the ring.
     pub stages: u32,
@@ -136,7 +136,8 @@ pub struct Config {
     pub reduction: Reduction,
     /// How rows of A and C are accessed.
     pub rows: Rows,
-    /// Weights are loaded under an evict-first L2 policy. Off by default: see DESIGN.md.
+    /// Weights are loaded under an evict-first L2 policy. Off by default: see DESIGN.md. `sm90wg` always does so and
+    /// has no such choice.
     pub evict_first: bool,
 }
 

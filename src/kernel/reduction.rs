@@ -13,7 +13,7 @@ use super::epilogue::{
 use super::params::{Params, emit_div, load_u32, load_u64};
 use super::stripe::Segment;
 use crate::asm::Asm;
-use crate::asm::reg::Reg;
+use crate::asm::reg::{Label, Reg};
 use crate::asm::types::{B32, B64, Cmp, Special};
 
 /// The lock of this CTA's output tile.
@@ -49,13 +49,18 @@ fn emit_wait_lock(a: &mut Asm, thread: &Thread, lock: Reg<B64>, value: Reg<B32>)
     let others = a.test_u32(Cmp::Ne, thread.tid, 0);
     let [spin, done] = ["spin", "locked"].map(|name| a.label(name));
     a.when(others, |a| a.bra(done));
+    emit_spin(a, spin, lock, value);
+    a.bind(done);
+    a.bar_sync(0);
+}
+
+/// One thread reads the lock until it holds `value`; what its writers released is visible to it then.
+pub(super) fn emit_spin(a: &mut Asm, spin: Label, lock: Reg<B64>, value: Reg<B32>) {
     a.bind(spin);
     let seen = a.reg();
     a.ld_acquire_gpu_global_u32(seen, lock);
     let early = a.test_u32(Cmp::Ne, seen, value);
     a.when(early, |a| a.bra(spin));
-    a.bind(done);
-    a.bar_sync(0);
 }
 
 pub(super) fn emit_f32(a: &mut Asm, epilogue: &Epilogue<'_>, items: &Items, sums: Sums) {

@@ -12,7 +12,7 @@ use crate::asm::types::{B16, B32, B64, Cmp, F32};
 use crate::kernel::epilogue::Accumulators;
 use crate::kernel::params::{load_u32, load_u64};
 use crate::kernel::problem::Config;
-use crate::kernel::reduction::{emit_lock_ptr, emit_num_helpers};
+use crate::kernel::reduction::{emit_lock_ptr, emit_num_helpers, emit_spin};
 use crate::kernel::stripe::Segment;
 use crate::weights::Group;
 
@@ -94,11 +94,7 @@ impl Wg<'_> {
             let lock = emit_lock_ptr(a, &self.params, segment);
             let [spin, locked] = ["spin", "locked"].map(|name| a.label(name));
             a.unless(first, |a| a.bra(locked));
-            a.bind(spin);
-            let seen = a.reg();
-            a.ld_acquire_gpu_global_u32(seen, lock);
-            let early = a.test_u32(Cmp::Ne, seen, num_helpers);
-            a.when(early, |a| a.bra(spin));
+            emit_spin(a, spin, lock, num_helpers);
             a.bind(locked);
             a.bar_sync_n(OWNERS, owner_threads);
             a.when(first, |a| a.st_global_b32(lock, 0u32));
