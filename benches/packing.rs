@@ -51,7 +51,7 @@ fn main() {
     let group = Group::Size(128);
     let scales: Vec<f16> =
         (0..K / 128 * N).map(|i| f16::from_f32(0.01 + i as f32 * 1e-8)).collect();
-    let scales = Scales { bytes: bytemuck::cast_slice(&scales), order: ScaleOrder::Rows };
+    let scales = Scales::f16(bytemuck::cast_slice(&scales), ScaleOrder::Rows);
     let codes = Codes::GptqWords(bytemuck::cast_slice(&words));
     let gptq = QuantMatrix::new(N, K, group, &U4B8, codes, scales).expect("a legal layer");
 

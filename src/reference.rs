@@ -191,7 +191,8 @@ pub fn matmul_f64(x: &[f16], m: usize, packed: &PackedWeights) -> Vec<f64> {
 }
 
 /// The weights `[n][k]` of a quantised matrix, element by element in its source's own order: independent of
-/// the packer. Each is exact in f32.
+/// the packer. Each is [`QuantMatrix::value`] rounded to f32, which changes it only where scales are f32 or
+/// have a global factor.
 pub fn decode(matrix: &QuantMatrix<'_>) -> Vec<f32> {
     let (n, k) = (matrix.n(), matrix.k());
     let mut weights = vec![0.0; n * k];
@@ -200,9 +201,7 @@ pub fn decode(matrix: &QuantMatrix<'_>) -> Vec<f32> {
         for (share, weights) in weights.chunks_mut(per_thread * k).enumerate() {
             scope.spawn(move || {
                 for (at, weight) in weights.iter_mut().enumerate() {
-                    let (column, input) = (share * per_thread + at / k, at % k);
-                    let scale = matrix.scale(matrix.group().index_of(input), column);
-                    *weight = matrix.format().decode(matrix.code(input, column)) * scale.to_f32();
+                    *weight = matrix.value(at % k, share * per_thread + at / k) as f32;
                 }
             });
         }

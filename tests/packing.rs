@@ -76,7 +76,7 @@ fn b01_b02_b03_b04_b08_sizes_off_the_tile_grid_are_padded() {
         let codes: Vec<u8> = (0..n * k).map(|_| (stream.next() & 15) as u8).collect();
         let scales: Vec<f16> =
             (0..num_groups * n).map(|_| f16::from_bits((stream.next() & 0x3fff) as u16)).collect();
-        let view = Scales { bytes: bytemuck::cast_slice(&scales), order: ScaleOrder::Rows };
+        let view = Scales::f16(bytemuck::cast_slice(&scales), ScaleOrder::Rows);
         let matrix = QuantMatrix::new(n, k, group, &U4B8, Codes::ByInput(&codes), view);
         let packed = PackedWeights::pack(&matrix.expect("legal"), 2).expect("packs");
         let layout = *packed.layout();

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::Error;
-use crate::weights::QuantMatrix;
+use crate::weights::{QuantMatrix, SCALE_BLOCK, ScaleOrder};
 
 /// Something a careful user wants to know.
 #[derive(Clone, Debug, PartialEq, PartialOrd)]
@@ -52,7 +52,7 @@ pub enum ScaleFault {
     Infinite,
     /// Zero: every weight of the group is zero.
     Zero,
-    /// Below fp16's smallest normal number: few significant bits are left.
+    /// Below the smallest normal number of its type: few significant bits are left.
     Subnormal,
 }
 
@@ -89,21 +89,37 @@ impl fmt::Display for Finding {
     }
 }
 
-/// Every scale that is NaN, infinite, zero or subnormal.
+/// Every scale that is NaN, infinite, zero or subnormal. One that several outputs share is reported
+/// for the first of them.
 pub(super) fn odd_scales(tensor: &str, matrix: &QuantMatrix<'_>) -> Vec<Finding> {
+    let scales = matrix.scales();
+    let shared_by = match scales.order {
+        ScaleOrder::Rows | ScaleOrder::Columns | ScaleOrder::Marlin => 1,
+        ScaleOrder::Blocks => SCALE_BLOCK,
+        ScaleOrder::PerTensor => matrix.n(),
+    };
     let mut findings = Vec::new();
     for group_idx in 0..matrix.num_groups() {
-        for column in 0..matrix.n() {
-            let scale = matrix.scale(group_idx, column);
-            let fault = match scale.classify() {
-                std::num::FpCategory::Nan => ScaleFault::NotANumber,
-                std::num::FpCategory::Infinite => ScaleFault::Infinite,
-                std::num::FpCategory::Zero => ScaleFault::Zero,
-                std::num::FpCategory::Subnormal => ScaleFault::Subnormal,
-                std::num::FpCategory::Normal => continue,
+        for column in (0..matrix.n()).step_by(shared_by) {
+            let value = matrix.scale(group_idx, column);
+            let fault = if value.is_nan() {
+                ScaleFault::NotANumber
+            } else if value.is_infinite() {
+                ScaleFault::Infinite
+            } else if value == 0.0 {
+                ScaleFault::Zero
+            } else if value.abs() < scales.element.min_normal() {
+                ScaleFault::Subnormal
+            } else {
+                continue;
             };
-            let (tensor, value) = (tensor.to_owned(), scale.to_f32());
-            findings.push(Finding::Scale { tensor, group_idx, column, fault, value });
+            findings.push(Finding::Scale {
+                tensor: tensor.to_owned(),
+                group_idx,
+                column,
+                fault,
+                value,
+            });
         }
     }
     findings
@@ -112,8 +128,7 @@ pub(super) fn odd_scales(tensor: &str, matrix: &QuantMatrix<'_>) -> Vec<Finding>
 /// Refuses a matrix with scales that are NaN or infinite.
 pub(super) fn refuse_bad_scales(tensor: &str, matrix: &QuantMatrix<'_>) -> Result<(), Error> {
     // One pass over the bits finds whether there is any; only then are they located.
-    let is_bad = |pair: &[u8]| pair[1] & 0x7c == 0x7c;
-    if !matrix.scales().bytes.chunks_exact(2).any(is_bad) {
+    if matrix.scales().are_finite() {
         return Ok(());
     }
     let mut bad = odd_scales(tensor, matrix).into_iter().filter_map(|finding| match finding {

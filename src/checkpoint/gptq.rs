@@ -144,7 +144,7 @@ impl Convention for Gptq {
     ) -> Result<QuantMatrix<'a>, Error> {
         let codes = Codes::GptqWords(required(&Self, tensors, &layer.name, ".qweight")?.bytes);
         let bytes = required(&Self, tensors, &layer.name, ".scales")?.bytes;
-        let scales = Scales { bytes, order: ScaleOrder::Rows };
+        let scales = Scales::f16(bytes, ScaleOrder::Rows);
         QuantMatrix::new(layer.n, layer.k, layer.group, layer.format, codes, scales)
             .map_err(|source| Error::Weight { layer: layer.name.clone(), source })
     }

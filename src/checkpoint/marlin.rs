@@ -112,7 +112,7 @@ impl Convention for MarlinSerialised {
     ) -> Result<QuantMatrix<'a>, Error> {
         let codes = Codes::MarlinWords(required(&Self, tensors, &layer.name, ".B")?.bytes);
         let bytes = required(&Self, tensors, &layer.name, ".s")?.bytes;
-        let scales = Scales { bytes, order: ScaleOrder::Marlin };
+        let scales = Scales::f16(bytes, ScaleOrder::Marlin);
         QuantMatrix::new(layer.n, layer.k, layer.group, layer.format, codes, scales)
             .map_err(|source| Error::Weight { layer: layer.name.clone(), source })
     }

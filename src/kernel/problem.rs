@@ -7,7 +7,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::weights::{Group, WeightFormat, format_by_name};
+use crate::weights::{Fragments, Group, WeightFormat, format_by_name};
 
 /// A matrix product to run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -161,6 +161,11 @@ impl Config {
     pub fn weight_format(&self) -> &'static dyn WeightFormat {
         format_by_name(self.format).expect("a configuration names a registered format")
     }
+
+    /// The conversion of the weights.
+    pub fn fragments(&self) -> &'static dyn Fragments {
+        self.weight_format().fragments().expect("a configuration's weight type has a conversion")
+    }
 }
 
 impl fmt::Display for Config {
@@ -234,7 +239,9 @@ impl FromStr for Config {
         let family = super::FAMILIES.iter().find(|known| known.name() == family);
         let family = family.ok_or(error("the family is unknown"))?.name();
         let format = format_by_name(next("the weight type is missing")?);
-        let format = format.ok_or(error("the weight type is unknown"))?.name();
+        let format = format.ok_or(error("the weight type is unknown"))?;
+        format.fragments().ok_or(error("no kernel takes the weight type"))?;
+        let format = format.name();
         if next("the activation type is missing")? != "f16" {
             return Err(error("the activation type is unknown"));
         }

@@ -60,10 +60,13 @@ pub fn check(config: &Config, target: SmArch) -> Result<(), Illegal> {
     if config.reduction == Reduction::F16InPlace && config.rows == Rows::Element {
         return illegal("in-place reduction reads C by 8 bytes, rows allow single elements".into());
     }
+    if config.weight_format().fragments().is_none() {
+        return illegal(format!("no kernel takes the weight type {}", config.format));
+    }
     if let Group::Size(size) = config.group
-        && !Group::SIZES.contains(&size)
+        && !Group::PACKED_SIZES.contains(&size)
     {
-        return illegal(format!("group {size}, kernels have {:?}", Group::SIZES));
+        return illegal(format!("group {size}, kernels have {:?}", Group::PACKED_SIZES));
     }
     if config.conversion == Conversion::Subnormal {
         if config.weight_format().subnormal().is_none() {

@@ -1,13 +1,13 @@
 //! What can be wrong with a weight: sizes, groups, codes and values.
 
-use super::Group;
+use super::{Group, ScaleOrder};
 
 /// A refusal of this room. Every message names the rule and the numbers that broke it.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The group size is none that the packed layout and the kernels know.
-    #[error("group size {raw} is not supported: use -1 (one scale per column), 32, 64 or 128")]
+    #[error("group size {raw} is not supported: use -1 (one scale per column), 16, 32, 64 or 128")]
     GroupSize {
         /// The size as it was given.
         raw: i64,
@@ -101,13 +101,89 @@ pub enum Error {
         k: usize,
     },
 
-    /// The packed layout holds no codes of this type.
-    #[error("the packed layout, version 1, holds 4-bit codes; {format} has {bits} bits")]
-    FormatBits {
+    /// The order of the codes is one of 4-bit codes only.
+    #[error("{order} holds 4-bit codes; {format} has {bits} bits")]
+    CodeBits {
+        /// The name of the order.
+        order: &'static str,
         /// The weight type's name.
         format: &'static str,
         /// Its bits.
         bits: u32,
+    },
+
+    /// The order of the zeros is one of 4-bit zeros only.
+    #[error("{order} holds 4-bit zeros, the codes have {bits} bits")]
+    ZeroBits {
+        /// The name of the order.
+        order: &'static str,
+        /// Bits of a code.
+        bits: u32,
+    },
+
+    /// Zeros are given to a type that stores none, or the other way round.
+    #[error(
+        "{format} {}", if *.found {
+            "has a zero of its own: it takes no stored zeros"
+        } else {
+            "needs stored zeros, one for each scale"
+        }
+    )]
+    ZeroRule {
+        /// The weight type's name.
+        format: &'static str,
+        /// Whether zeros were given.
+        found: bool,
+    },
+
+    /// A zero is outside the range of the codes.
+    #[error("the zero at byte {at} is {byte:#04x}, which is outside the range of {bits}-bit codes")]
+    ZeroRange {
+        /// The byte.
+        byte: u8,
+        /// Where it stands.
+        at: usize,
+        /// Bits of a code.
+        bits: u32,
+    },
+
+    /// A group index points outside the scales.
+    #[error("input {input}: group index {value} is outside 0..{num_groups}")]
+    GroupIndex {
+        /// The input.
+        input: usize,
+        /// The index.
+        value: i32,
+        /// Groups that the scales have.
+        num_groups: usize,
+    },
+
+    /// The order of the scales belongs to another group size.
+    #[error(
+        "scales in the order {order:?} do not go with group size {group}: blocks are of 128 inputs, \
+         a single scale has one group"
+    )]
+    ScaleGroup {
+        /// The order.
+        order: ScaleOrder,
+        /// The group rule.
+        group: Group,
+    },
+
+    /// The global factor is no number that weights could be multiplied by.
+    #[error("the global scale is {value}: it must be finite and not zero")]
+    GlobalScale {
+        /// The factor.
+        value: f32,
+    },
+
+    /// The weight is understood, but the packed layout or the kernels cannot take it.
+    #[error("{what} cannot be packed: {rule}")]
+    Unpackable {
+        /// The part that cannot be packed.
+        what: String,
+        /// What can be packed.
+        rule: &'static str,
     },
 
     /// The quantiser met a value that has no nearest code.

@@ -2,7 +2,7 @@
 //!
 //! Checkpoints write one scale per output column as -1, or as a group size equal to K. Both become
 //! [`Group::PerColumn`] here, once, so that nothing downstream divides by -1 or takes a one-group
-//! layer for a grouped one. [`Group::new`] is the only list of supported sizes.
+//! layer for a grouped one. [`Group::SIZES`] is the only list of sizes that are understood.
 
 use std::fmt;
 
@@ -18,8 +18,10 @@ pub enum Group {
 }
 
 impl Group {
-    /// The sizes that can be packed, beside one scale per column.
-    pub const SIZES: [u32; 3] = [32, 64, 128];
+    /// The sizes that checkpoints may have, beside one scale per column.
+    pub const SIZES: [u32; 4] = [16, 32, 64, 128];
+    /// The sizes that the packed layout and the kernels have, beside one scale per column.
+    pub const PACKED_SIZES: [u32; 3] = [32, 64, 128];
 
     /// The rule that a checkpoint of `k` inputs means by the number `raw`.
     ///
@@ -110,7 +112,7 @@ mod tests {
     #[test]
     fn b18_every_size_is_accepted_or_refused_with_the_allowed_ones_named() {
         for k in [128, 512, 4096] {
-            for raw in [-1, 32, 64, 128] {
+            for raw in [-1, 16, 32, 64, 128] {
                 let group = Group::new(k, raw).expect("supported");
                 let per_column = raw == -1 || raw as usize >= k;
                 assert_eq!(group == Group::PerColumn, per_column, "K = {k}, g = {raw}");
@@ -120,12 +122,12 @@ mod tests {
                     "K = {k}, g = {raw}"
                 );
             }
-            for raw in [0, 1, 16, 48, -2, -128, i64::MIN] {
+            for raw in [0, 1, 15, 48, -2, -128, i64::MIN] {
                 let error = Group::new(k, raw).expect_err("unsupported");
                 assert_eq!(error, Error::GroupSize { raw });
                 let text = error.to_string();
                 assert!(text.contains(&raw.to_string()), "{text}");
-                assert!(text.contains("-1") && text.contains("32, 64 or 128"), "{text}");
+                assert!(text.contains("-1") && text.contains("16, 32, 64 or 128"), "{text}");
             }
         }
         assert_eq!(Group::new(0, 0), Err(Error::GroupSize { raw: 0 }));

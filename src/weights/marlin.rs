@@ -88,7 +88,7 @@ impl PackedWeights {
         s: &[u8],
         threads: usize,
     ) -> Result<Self, Error> {
-        let scales = Scales { bytes: s, order: ScaleOrder::Marlin };
+        let scales = Scales::f16(s, ScaleOrder::Marlin);
         let matrix = QuantMatrix::new(n, k, group, &U4B8, Codes::MarlinWords(b), scales)?;
         Self::pack(&matrix, threads)
     }
@@ -146,7 +146,7 @@ mod tests {
             .map(|(k, n)| ((7 * k + 3 * n + k * n / 5) % 16) as u8)
             .collect();
         let scales: Vec<f16> = (0..n).map(|n| f16::from_f32(1.0 + n as f32)).collect();
-        let scales = Scales { bytes: bytemuck::cast_slice(&scales), order: ScaleOrder::Rows };
+        let scales = Scales::f16(bytemuck::cast_slice(&scales), ScaleOrder::Rows);
         let codes = Codes::ByInput(&codes);
         let matrix = QuantMatrix::new(n, k, Group::PerColumn, &U4B8, codes, scales).expect("fits");
         let packed = PackedWeights::pack(&matrix, 1).expect("packs");

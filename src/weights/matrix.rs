@@ -1,72 +1,144 @@
 //! `QuantMatrix`: a quantised weight as some file or quantiser holds it, borrowed.
 //!
 //! The view owns nothing. Its byte slices may come straight from a memory map and need no
-//! alignment: every word is read with an explicit little-endian, unaligned load. Lengths and code
-//! ranges are checked once, in [`QuantMatrix::new`]; the packer relies on that.
+//! alignment: every word is read with an explicit little-endian, unaligned load. Lengths, code
+//! ranges and group indices are checked once, in [`QuantMatrix::from_parts`]; the packer relies on
+//! that. What a weight is worth is said in one place, [`QuantMatrix::value`].
 
 use half::f16;
 
-use super::{Error, Group, WeightFormat};
+use super::scales::ScaleShape;
+use super::zeros::AWQ_FIELD;
+use super::{Error, Group, ScaleOrder, ScaleType, Scales, WeightFormat, ZeroRule, Zeros};
 
-/// The codes of an N x K weight, in the order of their source.
+/// The codes of an N x K weight, in the order of their source. With `p = 32 / bits` codes a word.
 #[derive(Clone, Copy, Debug)]
 pub enum Codes<'a> {
-    /// `qweight` of a 4-bit GPTQ checkpoint: little-endian words `[K/8][N]`; nibble i (lowest
-    /// first) of word (r, n) is the code of input 8 r + i.
+    /// `qweight` of a GPTQ checkpoint: little-endian words `[K/p][N]`; field i (lowest first) of
+    /// word (r, n) is the code of input p r + i.
     GptqWords(&'a [u8]),
-    /// `B` of the original Marlin kernel: little-endian words `[K/16][2N]`.
+    /// `qweight` of AWQ's gemm layout: little-endian words `[K][N/8]`; field i of word (k, w) is the
+    /// code of output 8 w + [`super::AWQ_ORDER`]`[i]`. 4 bits.
+    AwqWords(&'a [u8]),
+    /// `B` of the original Marlin kernel: little-endian words `[K/16][2N]`. 4 bits.
     MarlinWords(&'a [u8]),
+    /// `weight_packed` of compressed-tensors: little-endian words `[N][K/p]`, rounded up; field i of
+    /// word (n, r) is the code of input p r + i.
+    PackedRows(&'a [u8]),
+    /// Pairs of 4-bit codes, bytes `[N][K/2]`: the low half is the even input.
+    NibblePairs(&'a [u8]),
     /// One code a byte, `[K][N]`.
     ByInput(&'a [u8]),
     /// One code a byte, `[N][K]`: the orientation of a linear layer's dense weight.
     ByOutput(&'a [u8]),
 }
 
-/// The order of a scale tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ScaleOrder {
-    /// `[groups][N]`.
-    Rows,
-    /// `[groups][N]` with the columns permuted as the original Marlin kernel wants them.
-    Marlin,
+impl<'a> Codes<'a> {
+    /// The bytes.
+    pub fn bytes(self) -> &'a [u8] {
+        match self {
+            Self::GptqWords(bytes)
+            | Self::AwqWords(bytes)
+            | Self::MarlinWords(bytes)
+            | Self::PackedRows(bytes)
+            | Self::NibblePairs(bytes)
+            | Self::ByInput(bytes)
+            | Self::ByOutput(bytes) => bytes,
+        }
+    }
+
+    /// The name that messages use.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::GptqWords(_) => "qweight",
+            Self::AwqWords(_) => "AWQ's qweight",
+            Self::MarlinWords(_) => "Marlin's B",
+            Self::PackedRows(_) => "packed rows",
+            Self::NibblePairs(_) => "code pairs",
+            Self::ByInput(_) | Self::ByOutput(_) => "codes",
+        }
+    }
+
+    /// Checks that an `n` x `k` weight of `format` can lie in this order, and its size.
+    fn check(self, (n, k): (usize, usize), format: &'static dyn WeightFormat) -> Result<(), Error> {
+        let (order, bits, per_word) = (self.name(), format.bits(), format.codes_per_word());
+        let only_four_bits =
+            matches!(self, Self::AwqWords(_) | Self::MarlinWords(_) | Self::NibblePairs(_));
+        if only_four_bits && bits != 4 {
+            return Err(Error::CodeBits { order, format: format.name(), bits });
+        }
+        let (n_multiple, k_multiple) = match self {
+            Self::GptqWords(_) => (1, per_word),
+            Self::AwqWords(_) => (8, 1),
+            Self::MarlinWords(_) => (64, 16),
+            Self::NibblePairs(_) => (1, 2),
+            Self::PackedRows(_) | Self::ByInput(_) | Self::ByOutput(_) => (1, 1),
+        };
+        if !n.is_multiple_of(n_multiple) || !k.is_multiple_of(k_multiple) {
+            return Err(Error::OrderShape { order, n_multiple, k_multiple, n, k });
+        }
+        let expected = match self {
+            Self::ByInput(_) | Self::ByOutput(_) => n * k,
+            Self::GptqWords(_) | Self::PackedRows(_) => 4 * n * k.div_ceil(per_word),
+            Self::AwqWords(_) | Self::MarlinWords(_) | Self::NibblePairs(_) => n * k / 2,
+        };
+        let found = self.bytes().len();
+        if found != expected {
+            return Err(Error::SourceBytes { what: order, n, k, expected, found });
+        }
+        match self {
+            Self::ByInput(bytes) | Self::ByOutput(bytes) => check_codes(bytes, format),
+            _ => Ok(()),
+        }
+    }
 }
 
-/// The scales of a weight: little-endian f16 bytes, `[groups][N]`.
+/// All that a [`QuantMatrix`] is made of.
 #[derive(Clone, Copy, Debug)]
-pub struct Scales<'a> {
-    /// The bytes.
-    pub bytes: &'a [u8],
-    /// The order of the columns.
-    pub order: ScaleOrder,
+pub struct MatrixParts<'a> {
+    /// Outputs.
+    pub n: usize,
+    /// Inputs.
+    pub k: usize,
+    /// The group rule.
+    pub group: Group,
+    /// What a code is worth.
+    pub format: &'static dyn WeightFormat,
+    /// The codes.
+    pub codes: Codes<'a>,
+    /// The scales.
+    pub scales: Scales<'a>,
+    /// The zeros, of a format that stores them.
+    pub zeros: Option<Zeros<'a>>,
+    /// The group of each input, little-endian i32 `[K]`; none if an input's group follows from its
+    /// place. With indices the scales may have any number of groups: a part of the inputs of a layer
+    /// refers to the scales of the whole.
+    pub g_idx: Option<&'a [u8]>,
 }
 
 /// A borrowed quantised weight of N outputs by K inputs.
 ///
 /// ```
 /// use makaira::weights::{Codes, Group, QuantMatrix, ScaleOrder, Scales, U4B8};
-/// let codes = [8u8; 64 * 128];
+/// let codes = [9u8; 64 * 128];
 /// let scales = [0x3c00u16; 64]; // 1.0
-/// let scales = Scales { bytes: bytemuck::cast_slice(&scales), order: ScaleOrder::Rows };
+/// let scales = Scales::f16(bytemuck::cast_slice(&scales), ScaleOrder::Rows);
 /// let m = QuantMatrix::new(64, 128, Group::PerColumn, &U4B8, Codes::ByInput(&codes), scales)?;
 /// assert_eq!((m.n(), m.k(), m.num_groups()), (64, 128, 1));
+/// assert_eq!(m.value(127, 63), 1.0);
 /// # Ok::<(), makaira::weights::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct QuantMatrix<'a> {
-    n: usize,
-    k: usize,
-    group: Group,
-    format: &'static dyn WeightFormat,
-    codes: Codes<'a>,
-    scales: Scales<'a>,
+    parts: MatrixParts<'a>,
+    num_groups: usize,
 }
 
 impl<'a> QuantMatrix<'a> {
-    /// A view of `n` outputs by `k` inputs.
+    /// A view of `n` outputs by `k` inputs without stored zeros, its groups in the inputs' order.
     ///
     /// # Errors
-    /// [`Error::SourceBytes`], [`Error::ScaleRows`], [`Error::OrderShape`], [`Error::CodeRange`],
-    /// [`Error::Size`] and those of [`Group::new`].
+    /// Those of [`QuantMatrix::from_parts`].
     pub fn new(
         n: usize,
         k: usize,
@@ -75,107 +147,233 @@ impl<'a> QuantMatrix<'a> {
         codes: Codes<'a>,
         scales: Scales<'a>,
     ) -> Result<Self, Error> {
-        let elements = n.checked_mul(k).filter(|&e| e > 0).ok_or(Error::Size { n, k })?;
-        let group = Group::new(k, group.raw())?;
-        let (order, n_multiple, k_multiple) = match codes {
-            Codes::GptqWords(_) => ("qweight", 1, 8),
-            Codes::MarlinWords(_) => ("Marlin's B", 64, 16),
-            Codes::ByInput(_) | Codes::ByOutput(_) => ("codes", 1, 1),
+        let (zeros, g_idx) = (None, None);
+        Self::from_parts(MatrixParts { n, k, group, format, codes, scales, zeros, g_idx })
+    }
+
+    /// A view of `parts`, its group rule normalised.
+    ///
+    /// # Errors
+    /// [`Error::Size`]; [`Error::SourceBytes`], [`Error::ScaleRows`], [`Error::OrderShape`],
+    /// [`Error::CodeBits`], [`Error::ScaleGroup`], [`Error::ZeroBits`] where sizes and orders
+    /// disagree; [`Error::ZeroRule`] for zeros that the format does not store, or lacks;
+    /// [`Error::CodeRange`], [`Error::ZeroRange`], [`Error::GroupIndex`], [`Error::GlobalScale`] for
+    /// values out of range; and those of [`Group::new`]. A last block that is short is legal with
+    /// [`ScaleOrder::Blocks`] only.
+    pub fn from_parts(mut parts: MatrixParts<'a>) -> Result<Self, Error> {
+        let MatrixParts { n, k, format, codes, scales, .. } = parts;
+        let fits = n.checked_mul(k).is_some_and(|elements| (1..1 << 48).contains(&elements));
+        if !fits {
+            return Err(Error::Size { n, k });
+        }
+        parts.group = match (scales.order, parts.group) {
+            (ScaleOrder::Blocks, Group::Size(128)) if k > 128 => parts.group,
+            (_, group) => Group::new(k, group.raw())?,
         };
-        if !n.is_multiple_of(n_multiple) || !k.is_multiple_of(k_multiple) {
-            return Err(Error::OrderShape { order, n_multiple, k_multiple, n, k });
+        codes.check((n, k), format)?;
+        let num_groups = scales.check((n, k), parts.group, parts.g_idx.is_some())?;
+        if parts.zeros.is_some() != (format.zero_rule() == ZeroRule::Stored) {
+            return Err(Error::ZeroRule { format: format.name(), found: parts.zeros.is_some() });
         }
-        let (bytes, expected) = match codes {
-            Codes::GptqWords(bytes) | Codes::MarlinWords(bytes) => (bytes, elements / 2),
-            Codes::ByInput(bytes) | Codes::ByOutput(bytes) => (bytes, elements),
-        };
-        if bytes.len() != expected {
-            return Err(Error::SourceBytes { what: order, n, k, expected, found: bytes.len() });
+        if let Some(zeros) = parts.zeros {
+            zeros.check((n, k), num_groups, format.bits())?;
         }
-        if matches!(codes, Codes::ByInput(_) | Codes::ByOutput(_)) {
-            check_codes(bytes, format)?;
-        } else if format.bits() != 4 {
-            return Err(Error::FormatBits { format: format.name(), bits: format.bits() });
+        if let Some(g_idx) = parts.g_idx {
+            check_group_indices(g_idx, (n, k), num_groups)?;
         }
-        if scales.order == ScaleOrder::Marlin && !n.is_multiple_of(64) {
-            return Err(Error::OrderShape {
-                order: "Marlin's s",
-                n_multiple: 64,
-                k_multiple: 1,
-                n,
-                k,
-            });
-        }
-        let row_bytes = 2 * n;
-        let num_groups = group.num_groups(k);
-        if scales.bytes.len() != num_groups * row_bytes {
-            if scales.bytes.len().is_multiple_of(row_bytes) {
-                let found = scales.bytes.len() / row_bytes;
-                return Err(Error::ScaleRows { k, group, expected: num_groups, found });
-            }
-            let (expected, found) = (num_groups * row_bytes, scales.bytes.len());
-            return Err(Error::SourceBytes { what: "scales", n, k, expected, found });
-        }
-        Ok(Self { n, k, group, format, codes, scales })
+        Ok(Self { parts, num_groups })
+    }
+
+    /// What the view is made of.
+    pub fn parts(&self) -> MatrixParts<'a> {
+        self.parts
     }
 
     /// Outputs.
     pub fn n(&self) -> usize {
-        self.n
+        self.parts.n
     }
 
     /// Inputs.
     pub fn k(&self) -> usize {
-        self.k
+        self.parts.k
     }
 
     /// The group rule, normalised for K.
     pub fn group(&self) -> Group {
-        self.group
+        self.parts.group
     }
 
-    /// Number of rows of scales.
+    /// Number of groups that the scales have.
     pub fn num_groups(&self) -> usize {
-        self.group.num_groups(self.k)
+        self.num_groups
     }
 
     /// The weight type.
     pub fn format(&self) -> &'static dyn WeightFormat {
-        self.format
+        self.parts.format
     }
 
     /// The codes as their source holds them.
     pub fn codes(&self) -> Codes<'a> {
-        self.codes
+        self.parts.codes
     }
 
     /// The scales as their source holds them.
     pub fn scales(&self) -> Scales<'a> {
-        self.scales
+        self.parts.scales
+    }
+
+    /// The zeros as their source holds them.
+    pub fn zeros(&self) -> Option<Zeros<'a>> {
+        self.parts.zeros
+    }
+
+    /// The group of each input as its source holds it: little-endian i32 `[K]`.
+    pub fn g_idx(&self) -> Option<&'a [u8]> {
+        self.parts.g_idx
     }
 
     /// The code of input `k` and output `n`: the plain reading of the source's order, one element
     /// at a time. The packer has a faster way of its own and the tests compare the two.
     pub fn code(&self, k: usize, n: usize) -> u8 {
-        match self.codes {
-            Codes::GptqWords(bytes) => nibble(bytes, (k / 8) * self.n + n, k % 8),
+        let MatrixParts { n: num_outputs, k: num_inputs, format, codes, .. } = self.parts;
+        let per_word = format.codes_per_word();
+        match codes {
+            Codes::GptqWords(bytes) => {
+                field(bytes, format.bits(), (k / per_word) * num_outputs + n, k % per_word)
+            }
+            Codes::AwqWords(bytes) => {
+                nibble(bytes, k * (num_outputs / 8) + n / 8, AWQ_FIELD[n % 8])
+            }
             Codes::MarlinWords(bytes) => {
-                let (word, p) = super::marlin::word_and_nibble(self.n, k, n);
+                let (word, p) = super::marlin::word_and_nibble(num_outputs, k, n);
                 nibble(bytes, word, p)
             }
-            Codes::ByInput(bytes) => bytes[k * self.n + n],
-            Codes::ByOutput(bytes) => bytes[n * self.k + k],
+            Codes::PackedRows(bytes) => {
+                let word = n * num_inputs.div_ceil(per_word) + k / per_word;
+                field(bytes, format.bits(), word, k % per_word)
+            }
+            Codes::NibblePairs(bytes) => bytes[(n * num_inputs + k) / 2] >> (4 * (k % 2)) & 0xf,
+            Codes::ByInput(bytes) => bytes[k * num_outputs + n],
+            Codes::ByOutput(bytes) => bytes[n * num_inputs + k],
         }
     }
 
-    /// The scale of group `group_idx` and output `n`.
-    pub fn scale(&self, group_idx: usize, n: usize) -> f16 {
-        let column = match self.scales.order {
-            ScaleOrder::Rows => n,
-            ScaleOrder::Marlin => super::marlin::scale_column(self.group, n),
-        };
-        let at = 2 * (group_idx * self.n + column);
-        f16::from_le_bytes([self.scales.bytes[at], self.scales.bytes[at + 1]])
+    /// The group that input `k` belongs to.
+    pub fn group_of_input(&self, k: usize) -> usize {
+        match self.parts.g_idx {
+            None => self.parts.group.index_of(k),
+            Some(g_idx) => {
+                let quad = &g_idx[4 * k..4 * k + 4];
+                u32::from_le_bytes([quad[0], quad[1], quad[2], quad[3]]) as usize
+            }
+        }
+    }
+
+    fn scale_shape(&self) -> ScaleShape {
+        ScaleShape { n: self.parts.n, num_groups: self.num_groups, group: self.parts.group }
+    }
+
+    /// The stored scale of group `group_idx` and output `n`, exactly; the global factor is not in
+    /// it.
+    pub fn scale(&self, group_idx: usize, n: usize) -> f32 {
+        self.parts.scales.get(&self.scale_shape(), group_idx, n)
+    }
+
+    /// The bits of [`QuantMatrix::scale`], where the elements are f16.
+    pub(super) fn half_scale(&self, group_idx: usize, n: usize) -> f16 {
+        self.parts.scales.get_half(&self.scale_shape(), group_idx, n)
+    }
+
+    /// The factor of every scale.
+    pub fn global_scale(&self) -> f32 {
+        self.parts.scales.global
+    }
+
+    /// The stored zero of group `group_idx` and output `n`, if the format stores zeros.
+    pub fn zero(&self, group_idx: usize, n: usize) -> Option<u8> {
+        let MatrixParts { n: num_outputs, format, zeros, .. } = self.parts;
+        let shape = (num_outputs, self.num_groups, format.bits());
+        zeros.map(|zeros| zeros.get(shape, group_idx, n))
+    }
+
+    /// The weight of input `k` and output `n`: scale x (code - zero) x global factor.
+    ///
+    /// Exact, except that the last product is rounded to f64 where an f32 scale has a global factor.
+    pub fn value(&self, k: usize, n: usize) -> f64 {
+        let group_idx = self.group_of_input(k);
+        let zero = self.zero(group_idx, n).unwrap_or(0);
+        let steps = f64::from(self.parts.format.decode(self.code(k, n))) - f64::from(zero);
+        steps * f64::from(self.scale(group_idx, n)) * f64::from(self.parts.scales.global)
+    }
+
+    /// Refuses what the packer cannot yet bring into the packed layout.
+    ///
+    /// # Errors
+    /// [`Error::Unpackable`] naming the part and what can be packed.
+    pub fn check_packable(&self) -> Result<(), Error> {
+        let MatrixParts { group, format, codes, scales, zeros, g_idx, .. } = self.parts;
+        let refuse = |what: String, rule| Err(Error::Unpackable { what, rule });
+        if format.fragments().is_none() {
+            return refuse(
+                format!("a weight of type {}", format.name()),
+                "no kernel takes the type",
+            );
+        }
+        if zeros.is_some() {
+            return refuse("a weight with stored zeros".to_owned(), "no kernel subtracts them");
+        }
+        if g_idx.is_some() {
+            let rule = "no kernel gathers activations";
+            return refuse("a weight with group indices (act-order)".to_owned(), rule);
+        }
+        if let Group::Size(size) = group
+            && !Group::PACKED_SIZES.contains(&size)
+        {
+            return refuse(format!("group size {size}"), "the packed layout has 32, 64 and 128");
+        }
+        if scales.element != ScaleType::F16 || scales.global != 1.0 {
+            let name = scales.element.name();
+            let what = format!("scales of type {name} with a global factor of {}", scales.global);
+            return refuse(what, "the packed layout has f16 scales without a factor");
+        }
+        if !matches!(scales.order, ScaleOrder::Rows | ScaleOrder::Marlin) {
+            return refuse(format!("scales in the order {:?}", scales.order), "rows are packed");
+        }
+        match codes {
+            Codes::AwqWords(_) | Codes::PackedRows(_) | Codes::NibblePairs(_) => {
+                let rule = "GPTQ words, Marlin words and bytes are packed";
+                refuse(codes.name().to_owned(), rule)
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+fn check_group_indices(
+    g_idx: &[u8],
+    (n, k): (usize, usize),
+    num_groups: usize,
+) -> Result<(), Error> {
+    if g_idx.len() != 4 * k {
+        let (expected, found) = (4 * k, g_idx.len());
+        return Err(Error::SourceBytes { what: "group indices", n, k, expected, found });
+    }
+    for (input, quad) in g_idx.as_chunks().0.iter().enumerate() {
+        let value = i32::from_le_bytes(*quad);
+        if !usize::try_from(value).is_ok_and(|group_idx| group_idx < num_groups) {
+            return Err(Error::GroupIndex { input, value, num_groups });
+        }
+    }
+    Ok(())
+}
+
+/// Field `idx` of `bits` bits, lowest first, of a little-endian word.
+fn field(bytes: &[u8], bits: u32, word: usize, idx: usize) -> u8 {
+    match bits {
+        4 => nibble(bytes, word, idx),
+        _ => bytes[4 * word + idx],
     }
 }
 
@@ -185,6 +383,9 @@ fn nibble(bytes: &[u8], word: usize, p: usize) -> u8 {
 
 fn check_codes(bytes: &[u8], format: &'static dyn WeightFormat) -> Result<(), Error> {
     let limit = format.num_codes();
+    if limit > usize::from(u8::MAX) {
+        return Ok(()); // Every byte is a code; a mapped file is not read for that.
+    }
     // The largest code first: a loop without an early exit is a vector loop.
     let largest = bytes.iter().copied().max().unwrap_or(0);
     if usize::from(largest) < limit {
@@ -206,7 +407,7 @@ mod tests {
         codes: Codes<'a>,
         scales: &'a [u8],
     ) -> Result<QuantMatrix<'a>, Error> {
-        let scales = Scales { bytes: scales, order: ScaleOrder::Rows };
+        let scales = Scales::f16(scales, ScaleOrder::Rows);
         QuantMatrix::new(n, k, Group::new(k, raw)?, &U4B8, codes, scales)
     }
 

@@ -20,6 +20,8 @@
 //! # Ok::<(), makaira::weights::Error>(())
 //! ```
 
+mod e2m1;
+mod e4m3;
 mod error;
 mod group;
 mod marlin;
@@ -27,19 +29,31 @@ mod matrix;
 mod pack;
 mod packed_layout;
 mod quantize;
+mod scales;
+mod u4;
 mod u4b8;
+mod u8_stored;
+mod u8b128;
+mod zeros;
 
+pub use e2m1::E2M1;
+pub use e4m3::E4M3;
 pub use error::Error;
 pub use group::Group;
 pub use marlin::MarlinTensors;
-pub use matrix::{Codes, QuantMatrix, ScaleOrder, Scales};
+pub use matrix::{Codes, MatrixParts, QuantMatrix};
 pub use pack::{PackedWeights, Unpacked, default_threads};
 pub use packed_layout::{
     CHUNK_CHANNELS, CODE_BYTES_PER_TILE, K16_STEPS_PER_HALF, PackedLayout, SCALE_ROW_BYTES,
     TILE_CHANNELS, TILE_K,
 };
 pub use quantize::{Dense, Quantized, quantize};
+pub use scales::{SCALE_BLOCK, ScaleOrder, ScaleType, Scales};
+pub use u4::U4;
 pub use u4b8::U4B8;
+pub use u8_stored::U8;
+pub use u8b128::U8B128;
+pub use zeros::{AWQ_ORDER, ZeroOrder, Zeros};
 
 use std::fmt::Debug;
 
@@ -74,19 +88,16 @@ pub trait WeightFormat: Debug + Sync {
     fn zero_rule(&self) -> ZeroRule;
 
     /// The exact value of `code` with a scale of one (and, for [`ZeroRule::Stored`], a zero of
-    /// nought). Bits of `code` above [`WeightFormat::bits`] must be clear.
+    /// nought); NaN for a code that is none. Bits of `code` above [`WeightFormat::bits`] must be clear.
     fn decode(&self, code: u8) -> f32;
 
     /// The code that padding is filled with; it is worth zero.
     fn padding_code(&self) -> u8;
 
-    /// Emits the constants that [`WeightFormat::emit_fragment`] wants in registers.
-    fn emit_constants(&self, a: &mut Asm) -> Vec<Reg<B32>>;
-
-    /// Emits the conversion of one packed word to the A operand of `mma.m16n8k16` in fp16, unscaled and
-    /// without a stored zero: registers 0 and 2 belong to channel g, 1 and 3 to channel g + 8; 0 and 1 to
-    /// inputs 2c and 2c + 1, 2 and 3 to 2c + 8 and 2c + 9 (see the drawing of [`PackedLayout`]).
-    fn emit_fragment(&self, a: &mut Asm, constants: &[Reg<B32>], word: Reg<B32>) -> [Reg<B32>; 4];
+    /// The conversion that kernels emit; none while no kernel takes the type.
+    fn fragments(&self) -> Option<&'static dyn Fragments> {
+        None
+    }
 
     /// The type's second conversion, if it has one.
     fn subnormal(&self) -> Option<&'static dyn Subnormal> {
@@ -104,6 +115,17 @@ pub trait WeightFormat: Debug + Sync {
     }
 }
 
+/// The conversion of packed words to numbers that tensor cores multiply.
+pub trait Fragments: Debug + Sync {
+    /// Emits the constants that [`Fragments::emit_fragment`] wants in registers.
+    fn emit_constants(&self, a: &mut Asm) -> Vec<Reg<B32>>;
+
+    /// Emits the conversion of one packed word to the A operand of `mma.m16n8k16` in fp16, unscaled and
+    /// without a stored zero: registers 0 and 2 belong to channel g, 1 and 3 to channel g + 8; 0 and 1 to
+    /// inputs 2c and 2c + 1, 2 and 3 to 2c + 8 and 2c + 9 (see the drawing of [`PackedLayout`]).
+    fn emit_fragment(&self, a: &mut Asm, constants: &[Reg<B32>], word: Reg<B32>) -> [Reg<B32>; 4];
+}
+
 /// A conversion that leaves codes where they lie in the word, as fp16 subnormals: fewer instructions, but what
 /// the fragments hold is `(value + bias) * 2^-exponent`, and the kernel must make up for both.
 pub trait Subnormal: Debug + Sync {
@@ -114,12 +136,12 @@ pub trait Subnormal: Debug + Sync {
     /// the second no larger than the first.
     fn exponents(&self) -> [u32; 2];
 
-    /// Emits the conversion of one packed word, in the places of [`WeightFormat::emit_fragment`].
+    /// Emits the conversion of one packed word, in the places of [`Fragments::emit_fragment`].
     fn emit_fragment(&self, a: &mut Asm, word: Reg<B32>) -> [Reg<B32>; 4];
 }
 
 /// Every weight type, by name.
-pub const FORMATS: &[&'static dyn WeightFormat] = &[&U4B8];
+pub const FORMATS: &[&'static dyn WeightFormat] = &[&E2M1, &E4M3, &U4, &U4B8, &U8, &U8B128];
 
 /// The weight type of that name, if the crate has it.
 ///
@@ -140,7 +162,8 @@ mod tests {
             assert_eq!(format.codes_per_word() * format.bits() as usize, 32);
             let values: Vec<f32> =
                 (0..format.num_codes()).map(|code| format.decode(code as u8)).collect();
-            assert!(values.iter().all(|v| v.is_finite()), "{format:?}: {values:?}");
+            let num_nan = if format.name() == "e4m3" { 2 } else { 0 };
+            assert_eq!(values.iter().filter(|v| !v.is_finite()).count(), num_nan, "{format:?}");
             if format.zero_rule() != ZeroRule::Stored {
                 assert_eq!(values[format.padding_code() as usize], 0.0, "{format:?}");
             }

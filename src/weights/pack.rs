@@ -46,7 +46,7 @@ impl PackedWeights {
     /// Packs a matrix with up to `threads` threads; the result does not depend on their number.
     ///
     /// # Errors
-    /// [`Error::FormatBits`] for a format without 4-bit codes, [`Error::Size`].
+    /// [`Error::Unpackable`] for what no kernel takes yet, [`Error::Size`].
     pub fn pack(matrix: &QuantMatrix<'_>, threads: usize) -> Result<Self, Error> {
         let mut packed = Self::zeroed(matrix)?;
         let layout = packed.layout;
@@ -73,17 +73,15 @@ impl PackedWeights {
             let halves: &mut [u16] = bytemuck::cast_slice_mut(tail);
             let first = (offset - layout.codes_bytes) / 2;
             for (n, half) in halves[first..first + layout.n].iter_mut().enumerate() {
-                *half = matrix.scale(0, n).to_bits().to_le();
+                *half = matrix.half_scale(0, n).to_bits().to_le();
             }
         }
         Ok(packed)
     }
 
     fn zeroed(matrix: &QuantMatrix<'_>) -> Result<Self, Error> {
+        matrix.check_packable()?;
         let format = matrix.format();
-        if format.bits() != 4 {
-            return Err(Error::FormatBits { format: format.name(), bits: format.bits() });
-        }
         let layout = PackedLayout::new(matrix.n(), matrix.k(), matrix.group())?;
         Ok(Self { layout, format, data: vec![0; layout.total_bytes / size_of::<u128>()] })
     }
@@ -178,7 +176,7 @@ fn pack_chunk(matrix: &QuantMatrix<'_>, layout: &PackedLayout, idx: usize, chunk
 
 fn scale_or_zero(matrix: &QuantMatrix<'_>, group_idx: usize, n: usize) -> u16 {
     if group_idx < matrix.num_groups() && n < matrix.n() {
-        matrix.scale(group_idx, n).to_bits()
+        matrix.half_scale(group_idx, n).to_bits()
     } else {
         0
     }
@@ -227,6 +225,9 @@ fn column_words(matrix: &QuantMatrix<'_>, k0: usize, n0: usize, padding: u32) ->
             }
         }
         Codes::MarlinWords(_) => unreachable!("Marlin's words are permuted, not gathered"),
+        Codes::AwqWords(_) | Codes::PackedRows(_) | Codes::NibblePairs(_) => {
+            unreachable!("refused by check_packable")
+        }
     }
     columns
 }
@@ -295,7 +296,7 @@ mod tests {
         for n in 0..layout.n {
             for group_idx in 0..layout.num_groups() {
                 let at = layout.scale_byte(group_idx, n);
-                let scale = matrix.scale(group_idx, n).to_le_bytes();
+                let scale = matrix.half_scale(group_idx, n).to_le_bytes();
                 bytes[at..at + 2].copy_from_slice(&scale);
             }
         }
@@ -339,7 +340,7 @@ mod tests {
             // One byte of offset: nothing in a mapped file is aligned for certain.
             let mut shifted = vec![0u8];
             shifted.extend_from_slice(bytemuck::cast_slice(&scales));
-            let scales_view = Scales { bytes: &shifted[1..], order: ScaleOrder::Rows };
+            let scales_view = Scales::f16(&shifted[1..], ScaleOrder::Rows);
             let by_output: Vec<u8> = (0..n * k).map(|i| codes[i % k * n + i / k]).collect();
             let mut words = vec![0u8];
             words.extend(gptq_words(&codes, n, k));
@@ -371,14 +372,14 @@ mod tests {
             let k = if raw < 0 { 16 * strips } else { raw as usize * strips };
             let group = Group::new(k, raw).expect("legal");
             let (codes, scales) = contents(n, k, group.num_groups(k), seed);
-            let scales = Scales { bytes: bytemuck::cast_slice(&scales), order: ScaleOrder::Rows };
+            let scales = Scales::f16(bytemuck::cast_slice(&scales), ScaleOrder::Rows);
             let matrix = QuantMatrix::new(n, k, group, &U4B8, Codes::ByInput(&codes), scales);
             let packed = PackedWeights::pack(&matrix.expect("legal"), 1).expect("packs");
             let marlin = packed.to_marlin().expect("multiples");
             let (b, s) = (bytemuck::cast_slice(&marlin.b), bytemuck::cast_slice(&marlin.s));
             let again = PackedWeights::from_marlin((n, k), group, b, s, 2).expect("legal");
             prop_assert!(again.bytes() == packed.bytes());
-            let scales = Scales { bytes: s, order: ScaleOrder::Marlin };
+            let scales = Scales::f16(s, ScaleOrder::Marlin);
             let view = QuantMatrix::new(n, k, group, &U4B8, Codes::MarlinWords(b), scales);
             prop_assert!(pack_naive(&view.expect("legal")).bytes() == packed.bytes());
         }
@@ -388,7 +389,7 @@ mod tests {
     fn padding_decodes_to_zero_and_scales_to_zero() {
         let (n, k) = (70, 160);
         let (codes, scales) = contents(n, k, 5, 9);
-        let scales = Scales { bytes: bytemuck::cast_slice(&scales), order: ScaleOrder::Rows };
+        let scales = Scales::f16(bytemuck::cast_slice(&scales), ScaleOrder::Rows);
         let group = Group::Size(32);
         let matrix = QuantMatrix::new(n, k, group, &U4B8, Codes::ByInput(&codes), scales);
         let packed = PackedWeights::pack(&matrix.expect("legal"), 1).expect("packs");
@@ -411,7 +412,7 @@ mod tests {
         for k in [128, 4096] {
             let n = 64;
             let (codes, scales) = contents(n, k, 1, 77);
-            let scales = Scales { bytes: bytemuck::cast_slice(&scales), order: ScaleOrder::Rows };
+            let scales = Scales::f16(bytemuck::cast_slice(&scales), ScaleOrder::Rows);
             let pack = |group| {
                 let codes = Codes::ByInput(&codes);
                 let matrix = QuantMatrix::new(n, k, group, &U4B8, codes, scales).expect("legal");
@@ -431,7 +432,7 @@ mod tests {
         let (n, k) = (64, 16512);
         let codes = vec![9u8; n * k];
         let scales: Vec<f16> = (0..129 * n).map(|i| f16::from_f32((i / n + 1) as f32)).collect();
-        let scales = Scales { bytes: bytemuck::cast_slice(&scales), order: ScaleOrder::Rows };
+        let scales = Scales::f16(bytemuck::cast_slice(&scales), ScaleOrder::Rows);
         let group = Group::Size(128);
         let matrix = QuantMatrix::new(n, k, group, &U4B8, Codes::ByInput(&codes), scales);
         let dense = PackedWeights::pack(&matrix.expect("legal"), 2).expect("packs").dequantize();
@@ -445,7 +446,7 @@ mod tests {
         let scales = [1.0, 2f64.powi(-14), 2f64.powi(-24), 3e4];
         let bits: Vec<f16> = (0..16 * 4).map(|i| f16::from_f64(scales[i / 16])).collect();
         let codes: Vec<u8> = (0..64 * 64).map(|i| (i / 64 % 16) as u8).collect();
-        let view = Scales { bytes: bytemuck::cast_slice(&bits), order: ScaleOrder::Rows };
+        let view = Scales::f16(bytemuck::cast_slice(&bits), ScaleOrder::Rows);
         let codes = Codes::ByInput(&codes);
         let matrix = QuantMatrix::new(64, 64, Group::PerColumn, &U4B8, codes, view);
         let dense = PackedWeights::pack(&matrix.expect("legal"), 1).expect("packs").dequantize();
@@ -463,7 +464,7 @@ mod tests {
         (scales[1], scales[3]) = (f16::NAN, f16::INFINITY);
         (scales[5], scales[6]) = (f16::ZERO, f16::from_bits(1));
         let codes = vec![11u8; n * k];
-        let view = Scales { bytes: bytemuck::cast_slice(&scales), order: ScaleOrder::Rows };
+        let view = Scales::f16(bytemuck::cast_slice(&scales), ScaleOrder::Rows);
         let codes = Codes::ByInput(&codes);
         let matrix = QuantMatrix::new(n, k, Group::PerColumn, &U4B8, codes, view);
         let dense = PackedWeights::pack(&matrix.expect("legal"), 1).expect("packs").dequantize();

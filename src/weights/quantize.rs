@@ -36,7 +36,7 @@ impl Quantized {
     /// The borrowed matrix that the packer takes.
     pub fn view(&self) -> QuantMatrix<'_> {
         let bytes = bytemuck::cast_slice(&self.scales);
-        let scales = Scales { bytes, order: ScaleOrder::Rows };
+        let scales = Scales::f16(bytes, ScaleOrder::Rows);
         QuantMatrix::new(self.n, self.k, self.group, &U4B8, Codes::ByOutput(&self.codes), scales)
             .expect("the quantiser makes codes below 16 and one scale per group and row")
     }

@@ -3,7 +3,7 @@
 //! A code q in 0..16 is worth q - 8, so the values are the integers -8..=7 and all of them are
 //! exact in fp16 and bf16. The code 8 is worth zero and fills the padding.
 
-use super::{Subnormal, WeightFormat, ZeroRule};
+use super::{Fragments, Subnormal, WeightFormat, ZeroRule};
 use crate::asm::Asm;
 use crate::asm::reg::Reg;
 use crate::asm::types::B32;
@@ -36,6 +36,16 @@ impl WeightFormat for U4B8 {
         BIAS
     }
 
+    fn fragments(&self) -> Option<&'static dyn Fragments> {
+        Some(&U4B8)
+    }
+
+    fn subnormal(&self) -> Option<&'static dyn Subnormal> {
+        Some(&U4B8)
+    }
+}
+
+impl Fragments for U4B8 {
     fn emit_constants(&self, a: &mut Asm) -> Vec<Reg<B32>> {
         [0x6408_6408u32, 0x5480_5480]
             .map(|bits| {
@@ -69,10 +79,6 @@ impl WeightFormat for U4B8 {
             a.sub_f16x2(value, biased, constants[n % 2]);
         }
         fragment
-    }
-
-    fn subnormal(&self) -> Option<&'static dyn Subnormal> {
-        Some(&U4B8)
     }
 }
 

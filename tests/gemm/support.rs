@@ -168,7 +168,7 @@ impl Layer {
     }
 
     pub fn packed(&self) -> PackedWeights {
-        let scales = Scales { bytes: bytemuck::cast_slice(&self.scales), order: ScaleOrder::Rows };
+        let scales = Scales::f16(bytemuck::cast_slice(&self.scales), ScaleOrder::Rows);
         let codes = Codes::ByOutput(&self.codes);
         let matrix = QuantMatrix::new(self.n, self.k, self.group, &U4B8, codes, scales)
             .expect("codes and scales fit the layer");

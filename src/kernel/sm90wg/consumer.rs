@@ -165,7 +165,7 @@ impl<'a> Consumer<'a> {
             parity,
             full_end,
             before: a.reg(),
-            constants: config.weight_format().emit_constants(a),
+            constants: config.fragments().emit_constants(a),
             sums: (0..tiles).map(|_| a.reg_range(per_tile)).collect(),
             totals: match promotes {
                 true => {
@@ -313,7 +313,7 @@ impl<'a> Consumer<'a> {
         scales: &Scales,
         step: Step,
     ) -> Set {
-        let format = self.wg.config.weight_format();
+        let format = self.wg.config.fragments();
         let steps_per_group = 8 / self.wg.geometry.groups_per_run as usize;
         (step.k16..step.k16 + self.width)
             .map(|k| {

@@ -46,7 +46,7 @@ impl Bias {
             (Conversion::Subnormal, Some(subnormal)) => {
                 (Vec::new(), Some(Self::new(a, subnormal, config.group, row_tiles, lane)))
             }
-            _ => (format.emit_constants(a), None),
+            _ => (config.fragments().emit_constants(a), None),
         }
     }
 

@@ -104,7 +104,7 @@ impl Arithmetic<'_> {
         let format = self.config.weight_format();
         match (self.config.conversion, format.subnormal()) {
             (Conversion::Subnormal, Some(subnormal)) => subnormal.emit_fragment(a, word),
-            _ => format.emit_fragment(a, &self.constants, word),
+            _ => self.config.fragments().emit_fragment(a, &self.constants, word),
         }
     }
 

@@ -138,7 +138,7 @@ impl Layer {
     /// If the group does not divide K.
     pub fn pack(&self) -> anyhow::Result<PackedWeights> {
         let bytes = bytemuck::cast_slice(&self.scales);
-        let scales = Scales { bytes, order: ScaleOrder::Rows };
+        let scales = Scales::f16(bytes, ScaleOrder::Rows);
         // GPTQ's order has whole words only; other sizes go one code a byte.
         let bytes: Vec<u8>;
         let codes = if self.k.is_multiple_of(8) {
