@@ -123,6 +123,9 @@ pub struct Config {
     pub runs_per_stage: u32,
     /// CTAs that share an SM.
     pub ctas_per_sm: u32,
+    /// CTAs that share each part of a tile, 1 or 2: a cluster. Each sums its share of the runs, and they exchange
+    /// halves of the sums through each other's shared memory. Stripes are a cluster's, not a CTA's.
+    pub cluster_k: u32,
     /// The CTAs that share an SM leave no room there for those of the next grid, however early it begins. For
     /// streams that are long enough to fill the card by themselves.
     pub own_sm: bool,
@@ -186,6 +189,9 @@ impl fmt::Display for Config {
         write!(f, "_w{}_s{}_c{}", self.warps_n, self.stages, self.ctas_per_sm)?;
         if self.runs_per_stage != 1 {
             write!(f, "_x{}", self.runs_per_stage)?;
+        }
+        if self.cluster_k != 1 {
+            write!(f, "_q{}", self.cluster_k)?;
         }
         if self.own_sm {
             write!(f, "_so")?;
@@ -277,6 +283,7 @@ impl FromStr for Config {
             stages,
             runs_per_stage: 1,
             ctas_per_sm,
+            cluster_k: 1,
             own_sm: false,
             start: Start::Full,
             conversion: Conversion::Value,
@@ -289,6 +296,7 @@ impl FromStr for Config {
             match flag {
                 "x2" => config.runs_per_stage = 2,
                 "x4" => config.runs_per_stage = 4,
+                "q2" => config.cluster_k = 2,
                 "so" => config.own_sm = true,
                 "sr" => config.start = Start::Ramped,
                 "sn" => config.conversion = Conversion::Subnormal,
@@ -298,7 +306,8 @@ impl FromStr for Config {
                 "el" => config.rows = Rows::Element,
                 "ef" => config.evict_first = true,
                 _ => {
-                    return Err(error("a flag is none of x2, x4, so, sr, sn, fs, r16, kt, el, ef"));
+                    let why = "a flag is none of x2, x4, q2, so, sr, sn, fs, r16, kt, el, ef";
+                    return Err(error(why));
                 }
             }
         }
@@ -313,7 +322,7 @@ impl FromStr for Config {
 /// One launch of a configuration for rows `first_row ..` of a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// CTAs: stripes (x) and row tiles (y).
+    /// CTAs: stripes (x), each once for each CTA of its cluster, and row tiles (y).
     pub grid: [u32; 2],
     /// Runs of 128 inputs per stripe.
     pub stripe: u32,

@@ -17,15 +17,28 @@ use crate::asm::reg::{Label, Reg};
 use crate::asm::types::{B32, B64, Cmp, Special};
 
 /// The lock of this CTA's output tile.
-pub(super) fn emit_lock_ptr(a: &mut Asm, params: &Params, segment: &Segment) -> Reg<B64> {
+fn emit_lock_ptr(a: &mut Asm, params: &Params, segment: &Segment) -> Reg<B64> {
+    emit_lock_ptr_in(a, params, segment, None)
+}
+
+/// The same of a row of locks, one for each tile; without a row it is the CTA's row tile.
+pub(super) fn emit_lock_ptr_in(
+    a: &mut Asm,
+    params: &Params,
+    segment: &Segment,
+    row: Option<Reg<B32>>,
+) -> Reg<B64> {
     let locks = load_u64(a, params.locks_ptr);
     let num_runs = load_u32(a, params.num_runs);
     let multiplier = load_u32(a, params.k_tiles_magic);
     let shift = load_u32(a, params.k_tiles_shift);
     let num_tiles = emit_div(a, num_runs, multiplier, shift);
     let [row_tile, index] = a.regs();
-    a.mov_u32_special(row_tile, Special::CtaidY);
-    a.mad_lo_u32(index, row_tile, num_tiles, segment.tile);
+    let row = row.unwrap_or_else(|| {
+        a.mov_u32_special(row_tile, Special::CtaidY);
+        row_tile
+    });
+    a.mad_lo_u32(index, row, num_tiles, segment.tile);
     let ptr: Reg<B64> = a.reg();
     a.mad_wide_u32(ptr, index, 4, locks);
     ptr

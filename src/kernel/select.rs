@@ -128,10 +128,10 @@ pub fn candidates(problem: &Problem, target: SmArch) -> Vec<Config> {
         .collect()
 }
 
-/// Stripe lengths worth considering: whole tiles, one or as many as each CTA slot of the card gets, halves to
-/// eighths of a tile, and an even share for each CTA slot.
+/// Stripe lengths worth considering: whole tiles, one or as many as each slot of the card for a CTA or cluster gets,
+/// halves to eighths of a tile, and an even share for each slot.
 fn stripes(tiling: &Tiling, config: &Config, device: &DeviceSpec) -> Vec<u32> {
-    let slots = u64::from(device.num_sms * config.ctas_per_sm);
+    let slots = u64::from(device.num_sms * config.ctas_per_sm / config.cluster_k);
     let all_tiles = tiling.num_tiles * tiling.row_tiles;
     let tiles_per_slot = all_tiles.div_ceil(slots);
     let mut stripes: Vec<u64> = vec![tiling.k_tiles];
@@ -194,12 +194,12 @@ pub fn plans(
         let slot_bytes = 4 * u64::from(config.tile_m * config.tile_n);
         let scratch = shares && config.reduction == Reduction::F32;
         Plan {
-            grid: [num_stripes as u32, grid_rows as u32],
+            grid: [num_stripes as u32 * config.cluster_k, grid_rows as u32],
             stripe,
             scratch_bytes: if scratch { num_stripes * grid_rows * slot_bytes } else { 0 },
-            // In-place reduction asks its lock even where nobody else adds.
+            // In-place reduction asks its lock even where nobody else adds. CTAs of a cluster own parts of a tile.
             num_locks: if shares || config.reduction == Reduction::F16InPlace {
-                num_tiles * grid_rows
+                num_tiles * grid_rows * u64::from(config.cluster_k)
             } else {
                 0
             },
@@ -214,7 +214,7 @@ pub fn plans(
 pub struct Choice {
     /// The kernel.
     pub config: Config,
-    /// Runs of 128 inputs per CTA.
+    /// Runs of 128 inputs per CTA, or per cluster of CTAs.
     pub stripe: u32,
     /// The prediction.
     pub cost: Cost,

@@ -10,6 +10,8 @@
 //! card, or two grids sharing it, cannot lock up.
 //! **Order.** The owner adds the parts in stripe order, whatever order they arrive in: the result is the
 //! same bits from run to run.
+//! **Clusters.** Where CTAs work in clusters a stripe is a cluster's, and all of the above holds for clusters; how
+//! the CTAs of one share its segments is the family's.
 //! Source of the partition: Marlin paper, "Striped partitioning".
 
 use super::params::{Params, emit_div, load_u32};
@@ -39,8 +41,9 @@ pub struct Stripe {
     left: Reg<B32>,
 }
 
-/// Emits this CTA's stripe: its first segment and what follows it.
-pub fn emit_stripe(a: &mut Asm, params: &Params) -> (Stripe, Segment) {
+/// Emits the stripe of this CTA, or of its cluster if that has `cluster` CTAs, a power of two: its first segment
+/// and what follows it.
+pub fn emit_stripe(a: &mut Asm, params: &Params, cluster: u32) -> (Stripe, Segment) {
     let k_tiles = load_u32(a, params.k_tiles);
     let stripe = load_u32(a, params.stripe);
     let num_runs = load_u32(a, params.num_runs);
@@ -49,6 +52,10 @@ pub fn emit_stripe(a: &mut Asm, params: &Params) -> (Stripe, Segment) {
     let [ctaid, num_ctas, stripe_idx, first, left, begin, end, before] = a.regs();
     a.mov_u32_special(ctaid, Special::CtaidX);
     a.mov_u32_special(num_ctas, Special::NctaidX);
+    if cluster > 1 {
+        a.shr_u32(ctaid, ctaid, cluster.ilog2());
+        a.shr_u32(num_ctas, num_ctas, cluster.ilog2());
+    }
     a.sub_u32(stripe_idx, num_ctas, ctaid);
     a.sub_u32(stripe_idx, stripe_idx, 1);
     a.mul_lo_u32(first, stripe_idx, stripe);
@@ -73,6 +80,11 @@ impl Stripe {
         a.min_u32(end, self.left, segment.k_tiles);
         a.sub_u32(self.left, self.left, end);
         Segment { tile, begin, end, ..*segment }
+    }
+
+    /// Emits whether there is a segment after the newest one.
+    pub fn emit_has_next(&self, a: &mut Asm) -> Reg<Pred> {
+        a.test_u32(Cmp::Ne, self.left, 0)
     }
 
     /// Emits one value if nothing is left after the newest segment and another if something is.

@@ -30,9 +30,17 @@ pub fn wgmma() -> Vec<Config> {
                     (Rows::Vector, Scaling::Promote),
                     (Rows::Vector, Scaling::Fragment),
                 ] {
-                    for (stages, runs_per_stage, ctas_per_sm) in
-                        [(2, 1, 1), (3, 1, 1), (4, 1, 2), (2, 2, 1), (3, 2, 1), (5, 1, 1)]
-                    {
+                    for (stages, runs_per_stage, ctas_per_sm, cluster_k) in [
+                        (2, 1, 1, 1),
+                        (3, 1, 1, 1),
+                        (4, 1, 2, 1),
+                        (2, 2, 1, 1),
+                        (3, 2, 1, 1),
+                        (5, 1, 1, 1),
+                        (3, 1, 1, 2),
+                        (4, 1, 2, 2),
+                        (2, 2, 1, 2),
+                    ] {
                         family.push(Config {
                             family: "sm90wg",
                             format: "u4b8",
@@ -44,6 +52,7 @@ pub fn wgmma() -> Vec<Config> {
                             stages,
                             runs_per_stage,
                             ctas_per_sm,
+                            cluster_k,
                             own_sm: false,
                             start: Start::Full,
                             conversion: Conversion::Value,
@@ -62,7 +71,7 @@ pub fn wgmma() -> Vec<Config> {
 }
 
 /// A configuration's values, one number a dimension.
-fn values(config: &Config) -> [u32; 14] {
+fn values(config: &Config) -> [u32; 15] {
     let family = FAMILIES.iter().position(|family| family.name() == config.family);
     [
         family.expect("a registered family") as u32,
@@ -74,6 +83,7 @@ fn values(config: &Config) -> [u32; 14] {
         config.stages,
         config.runs_per_stage,
         config.ctas_per_sm,
+        config.cluster_k,
         config.start as u32,
         config.scaling as u32,
         config.reduction as u32,

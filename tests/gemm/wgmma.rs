@@ -17,7 +17,7 @@ fn shape(config: &Config, random: &mut Random) -> Shape {
         _ => tile_m,
     };
     let n = 2 * config.tile_n as usize - 4 * random.below(8);
-    let stage_runs = (config.warps_k * config.runs_per_stage) as usize;
+    let stage_runs = (config.warps_k * config.runs_per_stage * config.cluster_k) as usize;
     let rounds = 2 + random.below(2 * config.stages as usize);
     let k = 128 * stage_runs * rounds - if config.rows == Rows::Vector { 32 } else { 0 };
     let k = match config.group {

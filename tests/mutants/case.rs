@@ -42,7 +42,7 @@ impl Case {
             |num_tiles, k_tiles, stripe| Product::new(config, m, num_tiles, k_tiles, stripe);
         let products = match config.family {
             "sm90wg" => {
-                let stage = teams * config.runs_per_stage as usize;
+                let stage = teams * (config.runs_per_stage * config.cluster_k) as usize;
                 let k_tiles = stage * (2 * stages - 1);
                 vec![
                     // An owned segment is followed by one of one stage, the next CTA's, a stage shorter, by one of

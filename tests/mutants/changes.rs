@@ -98,11 +98,22 @@ fn weaker(node: &Node) -> Vec<(&'static str, Option<Node>)> {
                 becomes("waits for odd phases", parity(1).into()),
             ]
         }
-        Inst::Mbarrier(Mbarrier::MbarrierArrive(_)) => vec![left_out],
+        Inst::Mbarrier(Mbarrier::MbarrierArrive(_) | Mbarrier::MbarrierArriveCluster(_)) => {
+            vec![left_out]
+        }
         Inst::Bulk(
             Bulk::CpAsyncBulk(_) | Bulk::CpAsyncBulkHint(_) | Bulk::CpAsyncBulkTensor2d(_),
         ) => vec![left_out],
-        Inst::Cluster(Cluster::GriddepcontrolWait(_)) => vec![left_out],
+        Inst::Cluster(
+            Cluster::GriddepcontrolWait(_)
+            | Cluster::StAsyncV4F32(_)
+            | Cluster::BarrierClusterArriveRelaxed(_)
+            | Cluster::BarrierClusterWait(_),
+        ) => vec![left_out],
+        // The address that the CTA itself uses.
+        Inst::Cluster(Cluster::Mapa(map)) => {
+            vec![becomes("stays in this CTA", MovB32 { d: map.d, a: In::Reg(map.a.0) }.into())]
+        }
         Inst::Alu(Alu::XorB32(XorB32 { b: In::Imm(0), .. })) => Vec::new(),
         Inst::Alu(Alu::XorB32(XorB32 { d, a, .. })) => {
             vec![becomes("passes its first operand on", MovB32 { d, a }.into())]
@@ -130,6 +141,7 @@ fn misplaced(inst: &Inst) -> Option<Inst> {
         Inst::Mem(Mem::StSharedV4B32(store)) => store.a = moved(store.a)?,
         Inst::Mem(Mem::StSharedF32(store)) => store.a = moved(store.a)?,
         Inst::Mem(Mem::StSharedV4F32(store)) => store.a = moved(store.a)?,
+        Inst::Cluster(Cluster::StAsyncV4F32(store)) => store.a = moved(store.a)?,
         Inst::Mem(Mem::LdSharedV2B32(load)) => load.a = moved(load.a)?,
         Inst::Tensor(Tensor::LdmatrixX4(load)) => load.a = moved(load.a)?,
         Inst::Tensor(Tensor::StmatrixX4Trans(store)) => store.a = moved(store.a)?,

@@ -175,6 +175,16 @@ fn two_runs_a_stage_two_tiles_a_warp_and_scaled_fragments() {
 }
 
 #[test]
+fn clusters_of_a_warpgroup_each() {
+    bites("marlin_sm90wg_u4b8_f16_m32n64k128_g128_w4_s3_c1_q2", 45);
+}
+
+#[test]
+fn clusters_of_two_teams() {
+    bites("marlin_sm90wg_u4b8_f16_m16n64k256_g128_w4_s3_c1_q2", 29);
+}
+
+#[test]
 fn warpgroups_side_by_side_and_scales_a_column() {
     bites("marlin_sm90wg_u4b8_f16_m24n128k128_col_w8_s3_c1", 29);
 }

@@ -105,7 +105,11 @@ pub fn redundant(config: &Config, mutant: &Mutant, module: &Module) -> Option<&'
             "a warpgroup's words are requested anew by one of its warps, after its output's barriers",
         );
     }
-    if left_out("bar_sync_n", "output") && mutant.nth == 0 && config.warps_k > 1 {
+    if left_out("bar_sync_n", "output")
+        && mutant.nth == 0
+        && config.warps_k > 1
+        && config.cluster_k == 1
+    {
         return Some("the teams have met since the rows before these were read");
     }
     let Item::Inst(node) = module.entry.items[mutant.at] else { return None };

@@ -214,7 +214,7 @@ impl<'a> Consumer<'a> {
             self.emit_release(a, wg.elected);
         });
         let place = a.section("end of the segment", |a| wg.emit_place(a, segment));
-        self.emit_output(a, segment, &place);
+        self.emit_output(a, stripe, segment, &place);
         a.section("next segment", |a| {
             let next = stripe.emit_next(a, segment);
             let more = segment.emit_become(a, &next);
@@ -251,7 +251,7 @@ impl<'a> Consumer<'a> {
         a.when(releases, |a| a.mbarrier_arrive_shared_cta_b64(self.before));
     }
 
-    fn emit_output(&self, a: &mut Asm, segment: &Segment, place: &Place) {
+    fn emit_output(&self, a: &mut Asm, stripe: &Stripe, segment: &Segment, place: &Place) {
         let sums = match self.promotes {
             true => self.totals.clone(),
             false => (self.sums.iter())
@@ -261,7 +261,7 @@ impl<'a> Consumer<'a> {
                 })
                 .collect(),
         };
-        self.wg.emit_output(a, &sums, segment, place);
+        self.wg.emit_output(a, &sums, stripe, segment, place);
     }
 
     /// Waits for the stage and loads what its first step wants.

@@ -15,8 +15,9 @@
 //! ```
 //!
 //! CTAs take stripes of runs over all tiles of the layer and the batch, rows fastest, see [`super::stripe`];
-//! partial sums go through scratch memory in fragment order.
+//! partial sums go through scratch memory in fragment order. In clusters two CTAs share each segment, see [`cluster`].
 
+mod cluster;
 mod consumer;
 mod output;
 mod select;
@@ -101,10 +102,12 @@ struct Plan {
     ring: Region,
     /// Output tiles on their way from fragments to rows, a part for each warpgroup that owns sums.
     staging: Region,
-    /// Sums of the teams that do not own, in fragment order.
+    /// Sums of the teams that do not own, in fragment order; in clusters also those of the other CTA.
     exchange: Region,
     full: Region,
     empty: Region,
+    /// In clusters: the barriers of [`cluster`], 16 bytes.
+    handover: Region,
 }
 
 impl Plan {
@@ -118,6 +121,7 @@ impl Plan {
             exchange: region("exchange", output::exchange_bytes(config), 16),
             full: region("full barriers", 8 * config.stages, 8),
             empty: region("empty barriers", 8 * config.stages, 8),
+            handover: region("handover barriers", if config.cluster_k > 1 { 16 } else { 0 }, 8),
         }
     }
 }
@@ -193,6 +197,8 @@ struct Wg<'a> {
     warp: Reg<B32>,
     /// True in one lane of each warp.
     elected: Reg<Pred>,
+    /// What the CTAs of a cluster know of each other, if there are clusters.
+    member: Option<cluster::Member>,
 }
 
 /// Where a segment's tile lies.
@@ -217,10 +223,10 @@ impl Wg<'_> {
         Place { column_tile, row_begin }
     }
 
-    /// Stages' worth of runs in a segment.
+    /// Stages' worth of runs in a segment, of this CTA's share.
     fn emit_rounds(&self, a: &mut Asm, segment: &Segment, rounds: Reg<B32>) {
         a.sub_u32(rounds, segment.end, segment.begin);
-        a.shr_u32(rounds, rounds, self.geometry.stage_runs.ilog2());
+        a.shr_u32(rounds, rounds, (self.geometry.stage_runs * self.config.cluster_k).ilog2());
     }
 
     /// Makes the ring's barriers, in one thread. A CTA barrier must follow.
@@ -234,6 +240,9 @@ impl Wg<'_> {
                     .map(|barriers| self.smem.at(barriers.start + 8 * stage));
                 a.mbarrier_init_shared_b64(full, warps / 4);
                 a.mbarrier_init_shared_b64(empty, warps);
+            }
+            if self.config.cluster_k > 1 {
+                self.emit_handover_barriers(a);
             }
             a.fence_mbarrier_init_release_cluster();
         });
@@ -266,16 +275,25 @@ pub fn build(config: &Config, _target: SmArch) -> Module {
         let elected = a.reg();
         a.elect_sync(elected);
         let geometry = Geometry::new(config);
-        Wg { config, geometry, plan, params, extra, smem, tid, lane, warp, elected }
+        let member = (config.cluster_k > 1).then(|| cluster::Member::new(a));
+        Wg { config, geometry, plan, params, extra, smem, tid, lane, warp, elected, member }
     });
     a.section("barriers", |a| wg.emit_barriers(a));
-    let (stripe, segment) = a.section("stripe", |a| emit_stripe(a, &params));
+    if config.cluster_k > 1 {
+        a.cluster = config.cluster_k;
+        a.section("cluster", |a| a.barrier_cluster_arrive_relaxed_aligned());
+    }
+    let (stripe, segment) = a.section("stripe", |a| emit_stripe(a, &params, config.cluster_k));
     let supply = a.section("supply", |a| {
         let supply = Supply::new(a, &wg);
         a.bar_sync(0);
         supply.emit_fill(a);
         supply
     });
+    if config.cluster_k > 1 {
+        // The other CTA has begun long since.
+        a.section("cluster", |a| a.barrier_cluster_wait_acquire_aligned());
+    }
     wg.emit_consume(&mut a, &stripe, &segment, &supply);
     a.exit();
     let target = SmArch::specific(90);
@@ -328,6 +346,15 @@ impl super::KernelFamily for Sm90WgFamily {
                 config.warps_n, config.warps_k
             ));
         }
+        if ![1, 2].contains(&config.cluster_k) {
+            return Some(format!("clusters of {}: 1 or 2 CTAs share a tile", config.cluster_k));
+        }
+        if !config.tile_m.is_multiple_of(8 * config.cluster_k) {
+            return Some(format!(
+                "{} rows: the CTAs of a cluster own 8 or a multiple each",
+                config.tile_m
+            ));
+        }
         if config.rows == Rows::Element || config.reduction != Reduction::F32 {
             return Some("rows by elements and in-place reduction are left to family sm80".into());
         }
@@ -357,7 +384,7 @@ impl super::KernelFamily for Sm90WgFamily {
     }
 
     fn stripe_step(&self, config: &Config) -> u32 {
-        Geometry::new(config).stage_runs
+        Geometry::new(config).stage_runs * config.cluster_k
     }
 
     fn cost(&self, config: &Config, problem: &Problem, device: &DeviceSpec, stripe: u32) -> Cost {

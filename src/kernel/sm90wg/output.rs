@@ -12,13 +12,18 @@ use crate::asm::types::{B16, B32, B64, Cmp, F32};
 use crate::kernel::epilogue::Accumulators;
 use crate::kernel::params::{load_u32, load_u64};
 use crate::kernel::problem::Config;
-use crate::kernel::reduction::{emit_lock_ptr, emit_num_helpers, emit_spin};
-use crate::kernel::stripe::Segment;
+use crate::kernel::reduction::{emit_lock_ptr_in, emit_num_helpers, emit_spin};
+use crate::kernel::stripe::{Segment, Stripe};
 use crate::weights::Group;
+
+/// Rows of the tile that this CTA writes: CTAs of a cluster own equal parts.
+pub(super) fn own_rows(config: &Config) -> u32 {
+    config.tile_m / config.cluster_k
+}
 
 /// Rows of C in the staging buffer at a time.
 fn staging_rows(config: &Config) -> u32 {
-    config.tile_m.next_multiple_of(16).min(if config.tile_m > 128 { 16 } else { 32 })
+    own_rows(config).next_multiple_of(16).min(if own_rows(config) > 128 { 16 } else { 32 })
 }
 
 /// Bytes of a staging row: the channels of a warpgroup, and 16 bytes so that 8 rows lie in 32 banks.
@@ -30,13 +35,14 @@ pub(super) fn staging_bytes(config: &Config) -> u32 {
     config.warps_n / 4 * staging_rows(config) * staging_pitch(config)
 }
 
-/// Items of 16 bytes that a thread's sums are.
-fn num_items(config: &Config) -> u32 {
-    config.tiles_per_warp() * config.tile_m / 8
+/// Items of 16 bytes that a thread's sums of the own rows are.
+pub(super) fn num_items(config: &Config) -> u32 {
+    config.tiles_per_warp() * own_rows(config) / 8
 }
 
 pub(super) fn exchange_bytes(config: &Config) -> u32 {
-    (config.warps_k - 1) * num_items(config) * 16 * 32 * config.warps_n
+    let slots = config.warps_k * config.cluster_k - 1;
+    slots * num_items(config) * 16 * 32 * config.warps_n
 }
 
 impl Wg<'_> {
@@ -45,6 +51,7 @@ impl Wg<'_> {
         &self,
         a: &mut Asm,
         sums: &Accumulators,
+        stripe: &Stripe,
         segment: &Segment,
         place: &Place,
     ) {
@@ -52,9 +59,18 @@ impl Wg<'_> {
         let config = self.config;
         let owner_threads = 32 * config.warps_n;
         let in_team = a.reg();
-        if config.warps_k > 1 {
+        let mut sums = sums.clone();
+        if let Some(member) = &self.member {
+            a.section("sums of the cluster", |a| {
+                sums = self.emit_handover(a, member, &sums, stripe, in_team, done);
+                a.mad_lo_u32(place.row_begin, member.rank, own_rows(config), place.row_begin);
+                // The second CTA's rows may all lie past the last one.
+                let m = load_u32(a, self.params.m);
+                a.min_u32(place.row_begin, place.row_begin, m);
+            });
+        } else if config.warps_k > 1 {
             a.section("sums of the other teams", |a| {
-                self.emit_exchange(a, sums, in_team, done);
+                self.emit_exchange(a, &sums, in_team, done);
             });
         } else {
             a.mov_b32(in_team, self.tid);
@@ -67,6 +83,7 @@ impl Wg<'_> {
             first
         });
         let slot_bytes = 4 * config.tile_m * config.tile_n;
+        let own_bytes = slot_bytes / config.cluster_k;
         let items: Vec<&[Reg<F32>; 4]> = sums.iter().flatten().collect();
         let item_bytes = 16 * owner_threads;
         let slot_ptr = |a: &mut Asm, slot: Reg<B32>| {
@@ -74,14 +91,22 @@ impl Wg<'_> {
             let ptr: Reg<B64> = a.reg();
             a.mad_wide_u32(ptr, slot, slot_bytes, scratch);
             a.mad_wide_u32(ptr, in_team, 16, ptr);
+            if let Some(member) = &self.member {
+                a.mad_wide_u32(ptr, member.rank, own_bytes, ptr);
+            }
             ptr
+        };
+        // Each CTA of a cluster adds up its own rows of a tile: with a lock of its own.
+        let lock_ptr = |a: &mut Asm| {
+            let row = self.member.map(|member| member.rank);
+            emit_lock_ptr_in(a, &self.params, segment, row)
         };
         a.section("contribute to another CTA's tile", |a| {
             let slot = slot_ptr(a, segment.stripe_idx);
             for (n, item) in items.iter().enumerate() {
                 a.st_global_v4_f32(slot.at((n as u32 * item_bytes) as i32), **item);
             }
-            let lock = emit_lock_ptr(a, &self.params, segment);
+            let lock = lock_ptr(a);
             a.bar_sync_n(OWNERS, owner_threads);
             a.when(first, |a| a.red_release_gpu_global_add_u32(lock, 1u32));
             a.bra(done);
@@ -91,7 +116,7 @@ impl Wg<'_> {
             let num_helpers = emit_num_helpers(a, &self.params, segment);
             let alone = a.test_u32(Cmp::Eq, num_helpers, 0);
             a.when(alone, |a| a.bra(output));
-            let lock = emit_lock_ptr(a, &self.params, segment);
+            let lock = lock_ptr(a);
             let [spin, locked] = ["spin", "locked"].map(|name| a.label(name));
             a.unless(first, |a| a.bra(locked));
             emit_spin(a, spin, lock, num_helpers);
@@ -116,7 +141,7 @@ impl Wg<'_> {
             a.when(more, |a| a.bra(next));
         });
         a.bind(output);
-        a.section("output", |a| self.emit_rows_out(a, sums, place));
+        a.section("output", |a| self.emit_rows_out(a, &sums, place));
         a.bind(done);
     }
 
@@ -217,7 +242,7 @@ impl Wg<'_> {
         let sums = self.emit_column_scaled(a, sums, place);
         let barrier = a.reg();
         a.add_u32(barrier, group, WARPGROUP);
-        let fragments = config.tile_m / 8;
+        let fragments = own_rows(config) / 8;
         let per_batch = staging_rows(config) / 8;
         for first in (0..fragments).step_by(per_batch as usize) {
             let count = per_batch.min(fragments - first);

@@ -27,14 +27,18 @@ const SHAPES: [(u32, u32, u32); 11] = [
     (256, 8, 2),
 ];
 
+/// CTAs on an SM, runs in a stage, CTAs of a cluster.
+const PIPELINES: [(u32, u32, u32); 8] =
+    [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 2)];
+
+/// Tiles of a layer and batch up to which clusters are worth considering: two for each SM of the largest cards.
+const MOST_SHARED_TILES: u64 = 264;
+
 /// Bytes of weights on their way beyond which more stages bring nothing.
 const IN_FLIGHT_BYTES: u32 = 110 << 10;
 /// Stages of a ring, at least and at most: with two, copies and products take turns.
 const MIN_STAGES: u32 = 3;
 const MAX_STAGES: u32 = 6;
-
-/// Registers that a thread needs beside its sums, fitted to what the assembler takes.
-const OTHER_REGISTERS: u32 = 56;
 
 /// Row tiles for a batch: the batch itself in steps of 8, or for large ones what fits evenly.
 fn tile_ms(problem: &Problem) -> Vec<u32> {
@@ -56,8 +60,14 @@ fn sums(config: &Config) -> u32 {
     copies * config.tile_m / 2 * config.tiles_per_warp()
 }
 
+/// What a thread needs; beside its sums fitted to what the assembler takes.
 pub(super) fn registers_needed(config: &Config) -> u32 {
-    sums(config) + if super::promotes(config) { OTHER_REGISTERS } else { 66 }
+    let others = match (super::promotes(config), config.runs_per_stage) {
+        (true, _) => 56,
+        (false, 1) => 66,
+        (false, _) => 90,
+    };
+    sums(config) + others
 }
 
 /// Configurations for a problem: each with as many stages as fit, down to the fewest that overlap.
@@ -73,19 +83,20 @@ pub(super) fn candidates(problem: &Problem) -> Vec<Vec<Config>> {
     };
     for tile_m in tile_ms(problem) {
         for (tile_n, warps_n, warps_k) in SHAPES {
-            for (ctas_per_sm, runs_per_stage) in [(1, 1), (1, 2), (2, 1), (2, 2)] {
+            for (ctas_per_sm, runs_per_stage, cluster_k) in PIPELINES {
                 for &scaling in scalings {
                     let config = |stages| Config {
                         family: "sm90wg",
                         format: problem.format,
                         group: problem.group,
-                        tile_m,
+                        tile_m: tile_m.next_multiple_of(8 * cluster_k),
                         tile_n,
                         warps_n,
                         warps_k,
                         stages,
                         runs_per_stage,
                         ctas_per_sm,
+                        cluster_k,
                         own_sm: false,
                         start: Start::Full,
                         conversion: Conversion::Value,
@@ -103,10 +114,16 @@ pub(super) fn candidates(problem: &Problem) -> Vec<Vec<Config>> {
                         Scaling::Promote => tile_m <= 96,
                         Scaling::Fragment => tile_m >= 48 || problem.group != Group::Size(128),
                     };
-                    let whole = problem.k.div_ceil(128).is_multiple_of(geometry.stage_runs);
+                    let step = geometry.stage_runs * cluster_k;
+                    let whole = problem.k.div_ceil(128).is_multiple_of(step);
                     // Tall tiles: two warpgroups of two tiles each measured better than four of one.
                     let crowded = tile_m > 96 && warps_n * warps_k > 12;
-                    if gains && whole && !crowded && (runs_per_stage == 1 || tile_m <= 64) {
+                    // Clusters share tiles that are too few for a CTA each to fill the card.
+                    let tiles =
+                        u64::from(problem.n.div_ceil(tile_n)) * problem.m.div_ceil(tile_m.into());
+                    let shares = cluster_k == 1 || (tile_m <= 128 && tiles <= MOST_SHARED_TILES);
+                    let deep = runs_per_stage == 1 || tile_m <= 64;
+                    if gains && whole && !crowded && deep && shares {
                         lists.push((MIN_STAGES..=most).rev().map(config).collect());
                     }
                 }
@@ -141,6 +158,9 @@ struct Model {
     helper_us_per_100kb: f64,
     epilogue_us: f64,
     epilogue_us_per_100kb: f64,
+    /// The exchange of a cluster in a segment, fixed and per 100 kB of the tile's sums.
+    exchange_us: f64,
+    exchange_us_per_100kb: f64,
     /// Exponents with which bounds add up: of an SM's clocks, and of clocks and bytes.
     sharp: f64,
     overlap: f64,
@@ -162,6 +182,8 @@ const MODEL: Model = Model {
     helper_us_per_100kb: 1.5,
     epilogue_us: 0.12,
     epilogue_us_per_100kb: 0.41,
+    exchange_us: 0.7,
+    exchange_us_per_100kb: 1.2,
     sharp: 6.0,
     overlap: 1.97,
 };
@@ -174,7 +196,9 @@ pub(super) fn cost(config: &Config, problem: &Problem, device: &DeviceSpec, stri
     let (tiling, model) = (Tiling::new(config, problem), &MODEL);
     let (num_sms, stripe) = (f64::from(device.num_sms), f64::from(stripe));
     let k_tiles = tiling.k_tiles as f64;
-    let ctas = ((tiling.num_tiles * tiling.row_tiles) as f64 * k_tiles / stripe).ceil();
+    let cluster = f64::from(config.cluster_k);
+    let stripes = ((tiling.num_tiles * tiling.row_tiles) as f64 * k_tiles / stripe).ceil();
+    let ctas = cluster * stripes;
     let per_sm = (ctas / num_sms).ceil();
     let resident = per_sm.min(f64::from(config.ctas_per_sm));
     let waves = (ctas / (num_sms * f64::from(config.ctas_per_sm))).ceil();
@@ -184,7 +208,7 @@ pub(super) fn cost(config: &Config, problem: &Problem, device: &DeviceSpec, stri
         values.iter().map(|value| value.powf(q)).sum::<f64>().powf(1.0 / q)
     };
     let warpgroups = f64::from(config.num_warps() / 4);
-    let products = stripe / f64::from(config.warps_k)
+    let products = stripe / cluster / f64::from(config.warps_k)
         * 8.0
         * f64::from(config.tiles_per_warp())
         * warpgroups
@@ -216,7 +240,12 @@ pub(super) fn cost(config: &Config, problem: &Problem, device: &DeviceSpec, stri
     let reduction_us =
         if shares { model.hop_us + model.helper_us_per_100kb * helpers * tile } else { 0.0 };
     let segments = (stripe / k_tiles).ceil() + if shares && stripe > k_tiles { 1.0 } else { 0.0 };
-    let epilogue_us = model.epilogue_us + model.epilogue_us_per_100kb * tile;
+    let exchange_us = match config.cluster_k {
+        1 => 0.0,
+        _ => model.exchange_us + model.exchange_us_per_100kb * tile,
+    };
+    let epilogue_us =
+        model.epilogue_us + model.epilogue_us_per_100kb * tile / cluster + exchange_us;
     let fixed_us =
         model.start_us + model.wave_us * (waves - 1.0) + reduction_us + segments * epilogue_us;
     let total_us = fixed_us + norm(&[issue_us, memory_us, l2_us], model.overlap);

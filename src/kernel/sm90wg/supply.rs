@@ -91,7 +91,7 @@ impl<'a> Supply<'a> {
         a.add_u32(full, wg.smem, wg.plan.full.start);
         a.add_u32(full_end, full, 8 * config.stages);
         a.mov_b32(parity, 1);
-        let (stripe, segment) = emit_stripe(a, &wg.params);
+        let (stripe, segment) = emit_stripe(a, &wg.params, config.cluster_k);
         let supply = Self {
             wg,
             tiles,
@@ -131,6 +131,13 @@ impl<'a> Supply<'a> {
         a.mad_lo_u32(first_column, self.group, self.tiles, first_column);
         a.sub_u32(last_column, num_columns, 1);
         a.add_u32(first, segment.begin, self.first_run);
+        if let Some(member) = &wg.member {
+            // The second CTA of a cluster has the second half of the segment.
+            let half = a.reg();
+            a.sub_u32(half, segment.end, segment.begin);
+            a.shr_u32(half, half, 1);
+            a.mad_lo_u32(first, half, member.rank, first);
+        }
         for (tile, weights) in self.weights.iter().enumerate() {
             // Columns past the last one repeat it; their results are never stored.
             let [column, chunk] = a.regs();

@@ -63,6 +63,7 @@ pub(super) fn candidates(
                     stages,
                     runs_per_stage: 1,
                     ctas_per_sm,
+                    cluster_k: 1,
                     own_sm: false,
                     start: Start::Full,
                     conversion,
@@ -249,6 +250,9 @@ pub(super) fn emit_team_barrier(a: &mut Asm, config: &Config, team: Reg<B32>) {
 pub(super) fn broken_rule(config: &Config) -> Option<String> {
     if !(TILE_MS.contains(&config.tile_m)) {
         return Some(format!("tile_m is {}, it must be one of {TILE_MS:?}", config.tile_m));
+    }
+    if config.cluster_k != 1 {
+        return Some("clusters share a tile in family sm90wg only".into());
     }
     if !(1..=8).contains(&config.warps_n) || ![1, 2, 4, 8, 16].contains(&config.warps_k) {
         return Some(format!(
