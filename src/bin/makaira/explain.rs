@@ -130,6 +130,10 @@ fn text(
             "in fp16, on the fragments: fewer than the accumulators of this tile"
         }
     };
+    let (holder, exchange) = match config.cluster_k {
+        1 => ("CTA", ""),
+        _ => ("cluster of 2 CTAs", "halves of sums cross shared memory in a cluster; beyond it "),
+    };
     let reduction = match (figures.num_locks, config.reduction) {
         (0, _) => "none: every stripe is made of whole tiles".to_owned(),
         (locks, Reduction::F32) => format!(
@@ -152,9 +156,9 @@ fn text(
          tile       {tile_m} rows x {tile_n} outputs; {teams} of {warps}, {threads} threads, {per_warp} outputs a warp\n\
          pipeline   {stages} stages of 128 inputs a team, {smem} of shared memory a CTA of {smem_limit}\n\
          in flight  {in_flight} an SM: {ctas}, {ahead} ahead\n\
-         stripes    {stripe} of the {runs} runs ({num_tiles} tiles of {k_tiles}) a CTA; grid {grid_x} x \
+         stripes    {stripe} of the {runs} runs ({num_tiles} tiles of {k_tiles}) a {holder}; grid {grid_x} x \
          {grid_y} on {slots} slots{launches}\n\
-         reduction  {reduction}\n\
+         reduction  {exchange}{reduction}\n\
          scaling    {scaling}\n\
          predicted  {cost}, bound by {bound}\n",
         problem = problem,
