@@ -1,7 +1,7 @@
 //! The quantisation configuration of a checkpoint.
 //!
-//! Found as `quantization_config` in `config.json`, or as the file `quantize_config.json` of older
-//! tools; the first wins. Only what a convention must decide on is read, and what cannot be
+//! Found as `quantization_config` (or, of older tools, `compression_config`) in `config.json`, or as
+//! the file `quantize_config.json`; the first wins. A checkpoint without any is a plain one. Only what a convention must decide on is read, and what cannot be
 //! honoured is refused by the conventions, never ignored. Absent fields stay absent: a default is
 //! the convention's business.
 
@@ -10,6 +10,8 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::Error;
+use super::names::Names;
+use super::schemes::Schemes;
 
 const MODEL_CONFIG: &str = "config.json";
 const QUANT_CONFIG: &str = "quantize_config.json";
@@ -19,29 +21,51 @@ const QUANT_CONFIG: &str = "quantize_config.json";
 pub struct QuantConfig {
     /// The file that it came from.
     pub path: PathBuf,
-    /// `quant_method`, lower case; "gptq" for a `quantize_config.json` that has none.
-    pub method: String,
+    /// `quant_method`, lower case; "gptq" for a `quantize_config.json` that has none. None for a
+    /// checkpoint that is not quantised.
+    pub method: Option<String>,
     /// The whole object, for fields that only one convention knows.
     fields: Value,
+    /// Modules that the configuration says are not quantised.
+    ignored: Names,
+    /// The schemes of compressed-tensors.
+    schemes: Schemes,
+    /// Blocks of the model, by the model's own configuration.
+    num_blocks: Option<usize>,
 }
 
 impl QuantConfig {
     /// The configuration that belongs to the checkpoint in `directory`.
     ///
     /// # Errors
-    /// [`Error::NotQuantised`] when there is none, [`Error::Config`] and [`Error::Io`] for a file
-    /// that cannot be read as one.
+    /// [`Error::Config`] and [`Error::Io`] for a file that cannot be read as one,
+    /// [`Error::Unsupported`] for settings that change what every tensor means.
     pub fn read(directory: &Path) -> Result<Self, Error> {
         let path = directory.join(MODEL_CONFIG);
         let model = read_json(&path)?.unwrap_or_default();
-        if let Some(fields) = model.get("quantization_config").filter(|fields| !fields.is_null()) {
-            return Self::new(path, fields.clone(), None);
-        }
-        let path = directory.join(QUANT_CONFIG);
-        match read_json(&path)? {
-            Some(fields) => Self::new(path, fields, Some("gptq")),
-            None => Err(Error::NotQuantised { directory: directory.to_owned() }),
-        }
+        let of_model = ["quantization_config", "compression_config"]
+            .into_iter()
+            .find_map(|name| model.get(name).filter(|fields| !fields.is_null()));
+        let mut config = match of_model {
+            Some(fields) => Self::new(path, fields.clone(), None)?,
+            None => {
+                let older = directory.join(QUANT_CONFIG);
+                match read_json(&older)? {
+                    Some(fields) => Self::new(older, fields, Some("gptq"))?,
+                    None => Self::plain(path),
+                }
+            }
+        };
+        let text_model = model.get("text_config").unwrap_or(&model);
+        let num_blocks = text_model.get("num_hidden_layers").and_then(Value::as_u64);
+        config.num_blocks = num_blocks.and_then(|count| usize::try_from(count).ok());
+        Ok(config)
+    }
+
+    /// The configuration of a checkpoint that is not quantised.
+    fn plain(path: PathBuf) -> Self {
+        let (fields, ignored, schemes) = (Value::Null, Names::default(), Schemes::default());
+        Self { path, method: None, fields, ignored, schemes, num_blocks: None }
     }
 
     fn new(path: PathBuf, fields: Value, default_method: Option<&str>) -> Result<Self, Error> {
@@ -49,24 +73,50 @@ impl QuantConfig {
             let reason = format!("the quantisation configuration is {fields}, not an object");
             return Err(Error::Config { path, reason });
         }
-        let mut config = Self { path, method: String::new(), fields };
+        let mut config = Self { fields, ..Self::plain(path) };
         config.method = match (config.text("quant_method")?, default_method) {
-            (Some(method), _) => method,
-            (None, Some(method)) => method.to_owned(),
+            (Some(method), _) => Some(method),
+            (None, Some(method)) => Some(method.to_owned()),
             (None, None) => {
                 let reason = "the quantisation configuration has no quant_method".to_owned();
                 return Err(Error::Config { path: config.path, reason });
             }
         };
+        for name in config.texts("ignore")? {
+            config.ignored.add(&name);
+        }
+        for field in ["modules_to_not_convert", "ignored_layers"] {
+            for name in config.texts(field)? {
+                config.ignored.add_part(&name);
+            }
+        }
+        if config.method.as_deref() == Some("compressed-tensors") {
+            config.schemes = Schemes::read(&config)?;
+        }
         Ok(config)
     }
 
+    /// Modules that the configuration says are not quantised.
+    pub(super) fn ignored(&self) -> &Names {
+        &self.ignored
+    }
+
+    /// The schemes of compressed-tensors.
+    pub(super) fn schemes(&self) -> &Schemes {
+        &self.schemes
+    }
+
+    /// Blocks of the model, by the model's own configuration.
+    pub fn num_blocks(&self) -> Option<usize> {
+        self.num_blocks
+    }
+
     /// A field that is not there or null is None.
-    fn field(&self, name: &str) -> Option<&Value> {
+    pub(super) fn field(&self, name: &str) -> Option<&Value> {
         self.fields.get(name).filter(|value| !value.is_null())
     }
 
-    fn wrong(&self, name: &str, wanted: &str) -> Error {
+    pub(super) fn wrong(&self, name: &str, wanted: &str) -> Error {
         let found = self.field(name).map_or_else(String::new, Value::to_string);
         let reason = format!("{name} is {found}, expected {wanted}");
         Error::Config { path: self.path.clone(), reason }
@@ -97,6 +147,17 @@ impl QuantConfig {
     pub fn flag(&self, name: &str) -> Result<Option<bool>, Error> {
         let read = |value: &Value| value.as_bool().ok_or_else(|| self.wrong(name, "true or false"));
         self.field(name).map(read).transpose()
+    }
+
+    /// A field that is a list of texts, in the case they are written in; empty if it is not there.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is something else.
+    pub fn texts(&self, name: &str) -> Result<Vec<String>, Error> {
+        let Some(value) = self.field(name) else { return Ok(Vec::new()) };
+        let read = |value: &Value| value.as_str().map(str::to_owned);
+        let list = value.as_array().and_then(|list| list.iter().map(read).collect());
+        list.ok_or_else(|| self.wrong(name, "a list of texts"))
     }
 
     /// Whether a field is there and neither null, nor an empty list or object.

@@ -138,15 +138,31 @@ pub enum Error {
         placed: Option<String>,
     },
 
-    /// The checkpoint has no quantisation configuration.
+    /// A layer of a plain checkpoint has no stored codes.
     #[error(
-        "{} has no quantisation: neither a quantization_config in config.json nor a \
-         quantize_config.json; dense weights must be quantised first",
-        directory.display()
+        "layer {layer} is not quantised in this checkpoint, so there is nothing to view; load it, \
+         which rounds it to 4 bits"
     )]
-    NotQuantised {
-        /// The directory searched.
-        directory: PathBuf,
+    NotStored {
+        /// The layer.
+        layer: String,
+    },
+
+    /// The configuration names one format and the tensors are of another.
+    #[error(
+        "{} says {label}, but tensor {tensor} is one of a {found} layer; correct the \
+         configuration, or fetch the checkpoint again",
+        path.display()
+    )]
+    LabelDisagrees {
+        /// The configuration file.
+        path: PathBuf,
+        /// What it says.
+        label: String,
+        /// The convention of the tensors.
+        found: &'static str,
+        /// One of them.
+        tensor: String,
     },
 
     /// A configuration file is no JSON object of the expected form.
@@ -189,12 +205,12 @@ pub enum Error {
     },
 
     /// A tensor has another element type than the convention says.
-    #[error("tensor {tensor} is {found:?}, expected {expected:?}")]
+    #[error("tensor {tensor} is {found:?}, expected {}", dtypes(expected))]
     TensorDtype {
         /// The tensor.
         tensor: String,
-        /// The type of the convention.
-        expected: Dtype,
+        /// The types of the convention.
+        expected: Vec<Dtype>,
         /// The type in the file.
         found: Dtype,
     },
@@ -223,26 +239,11 @@ pub enum Error {
         num_groups: usize,
     },
 
-    /// `g_idx` permutes the inputs.
-    #[error(
-        "tensor {tensor}, row {row}: group index {found} where {expected} is the order of the \
-         inputs; activation order (desc_act) is not supported: quantise with desc_act = false"
-    )]
-    ActOrder {
-        /// The tensor.
-        tensor: String,
-        /// The first row out of order.
-        row: usize,
-        /// Its group index.
-        found: i32,
-        /// The group index of plain order.
-        expected: usize,
-    },
-
     /// A stored zero is not the symmetric one.
     #[error(
         "tensor {tensor}, group {group_idx}, column {column}: stored zero {found}, expected \
-         {expected} of a symmetric {label} checkpoint; asymmetric weights are not supported"
+         {expected} of a symmetric {label} layer; if the zeros are right, the configuration must say \
+         that the weights are not symmetric"
     )]
     Zeros {
         /// The tensor.
@@ -277,6 +278,15 @@ pub enum Error {
         count: usize,
     },
 
+    /// A global scale is no number that weights could be divided by.
+    #[error("tensor {tensor} is {value}: a global scale is positive and finite")]
+    GlobalScale {
+        /// The tensor.
+        tensor: String,
+        /// Its value.
+        value: f32,
+    },
+
     /// The weight itself is illegal.
     #[error("layer {layer} cannot be used")]
     Weight {
@@ -285,4 +295,14 @@ pub enum Error {
         /// The rule that it breaks.
         source: weights::Error,
     },
+}
+
+/// "F16, BF16 or F32".
+fn dtypes(list: &[Dtype]) -> String {
+    let names: Vec<String> = list.iter().map(|dtype| format!("{dtype:?}")).collect();
+    match names.split_last() {
+        Some((last, [])) => last.clone(),
+        Some((last, rest)) => format!("{} or {last}", rest.join(", ")),
+        None => "nothing".to_owned(),
+    }
 }

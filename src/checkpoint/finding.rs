@@ -19,7 +19,68 @@ pub enum Finding {
         /// The tensor.
         tensor: String,
     },
-    /// Zeros as the other version of the GPTQ format stores them; both mean the symmetric zero.
+    /// A configuration of a quantisation, and no quantised layer.
+    NoLayers {
+        /// The `quant_method`.
+        method: String,
+    },
+    /// A layer that most modules of its kind have and this one has not.
+    MissingLayer {
+        /// The absent layer.
+        layer: String,
+        /// Modules that have it.
+        present: usize,
+        /// Modules of the kind.
+        modules: usize,
+    },
+    /// A block of the model without any quantised layer.
+    MissingBlock {
+        /// The block.
+        block: usize,
+        /// Blocks of the model by its configuration.
+        num_blocks: usize,
+    },
+    /// A plain weight where its likes are quantised, which the configuration does not leave out.
+    LeftPlain {
+        /// The tensor.
+        tensor: String,
+    },
+    /// A quantised layer that the configuration leaves out.
+    Ignored {
+        /// The layer.
+        layer: String,
+    },
+    /// A layer of another format than the configuration says; the tensors decide.
+    FormatLabel {
+        /// The layer.
+        layer: String,
+        /// The format by the configuration.
+        label: String,
+        /// The format of the tensors.
+        found: &'static str,
+    },
+    /// The checkpoint was made for quantised activations; they stay in 16 bits here.
+    Activations {
+        /// The group of the configuration.
+        group: String,
+        /// What it says.
+        scheme: String,
+    },
+    /// A pattern of the configuration that could not be understood; it matches nothing.
+    Pattern {
+        /// The pattern.
+        pattern: String,
+        /// Why.
+        reason: String,
+    },
+    /// Zeros of 0, which version 1 of the GPTQ format stores by borrowing from their neighbours.
+    ZeroBorrow {
+        /// The tensor.
+        tensor: String,
+        /// Words with such a zero.
+        count: usize,
+    },
+    /// Zeros all as the other version of the GPTQ format stores the symmetric one.
     ZeroLabel {
         /// The tensor.
         tensor: String,
@@ -78,8 +139,41 @@ impl fmt::Display for Finding {
             }
             Self::ZeroLabel { tensor, label, found } => write!(
                 f,
-                "tensor {tensor} stores {found} for every zero, which is not how {label} is \
-                 written; read as symmetric"
+                "tensor {tensor} stores {found} for every zero, which is how the other version of \
+                 {label} stores a symmetric one; with sym true it is read as that"
+            ),
+            Self::NoLayers { method } => {
+                write!(f, "the configuration says quant_method {method}, and no layer is quantised")
+            }
+            Self::MissingLayer { layer, present, modules } => write!(
+                f,
+                "layer {layer} is missing: {present} of {modules} modules like its own have one"
+            ),
+            Self::MissingBlock { block, num_blocks } => {
+                write!(f, "block {block} of {num_blocks} has no quantised layer")
+            }
+            Self::LeftPlain { tensor } => write!(
+                f,
+                "tensor {tensor} is not quantised, though its likes are and no setting leaves it \
+                 out"
+            ),
+            Self::Ignored { layer } => {
+                write!(f, "layer {layer} is quantised, though the configuration leaves it out")
+            }
+            Self::FormatLabel { layer, label, found } => {
+                write!(f, "layer {layer} is {found}, though the configuration says {label}")
+            }
+            Self::Activations { group, scheme } => {
+                write!(f, "{group} asks for quantised activations ({scheme}); they stay in 16 bits")
+            }
+            Self::Pattern { pattern, reason } => {
+                let reason = reason.lines().last().unwrap_or_default();
+                write!(f, "pattern {pattern} is not understood and matches nothing: {reason}")
+            }
+            Self::ZeroBorrow { tensor, count } => write!(
+                f,
+                "tensor {tensor} has {count} words with a zero of 0, which version 1 stores by \
+                 borrowing from its neighbours: tools disagree on how they are read"
             ),
             Self::Scale { tensor, group_idx, column, fault, value } => write!(
                 f,

@@ -1,51 +1,80 @@
-//! GPTQ checkpoints, 4 bit, symmetric, in input order.
+//! GPTQ checkpoints: 4 and 8 bit, symmetric and not, in any activation order.
 //!
-//! A layer is `qweight` `[K/8][N]` (words of eight codes along K), `scales` f16 `[groups][N]`,
-//! `qzeros` `[groups][N/8]` and `g_idx` `[K]`, the group of each input. The zero of a symmetric
-//! checkpoint is 8; the format "gptq" (version 1) stores it less one, 7, and "gptq_v2" stores 8.
-//! Tools have written either under either label, and with `sym` both can only mean 8, so the other
-//! one is read and reported. Any other stored zero is an asymmetric layer and refused, as is a
-//! `g_idx` that is not the plain order: both would be misread silently.
+//! With p = 32 / bits codes a word, a layer is `qweight` `[K/p][N]` (words of codes along K),
+//! `scales` `[groups][N]`, `qzeros` `[groups][N/p]` and `g_idx` `[K]`, the group of each input. The
+//! format "gptq" (version 1) stores zeros less one, "gptq_v2" as they are. The zero of a symmetric
+//! checkpoint is the middle code, 8 or 128. Tools have written it either way under either label, and
+//! with `sym` both can only mean the middle, so the other one is read and reported. Any other zero
+//! under `sym` is refused: one of the two is wrong, and nothing says which.
+//!
+//! `g_idx` decides the order of the groups, whatever `desc_act` says; one in plain order is dropped.
 
-use super::parts::{check_dtype, check_shape, matrix_tensor, required, shape_error, words};
-use super::{Convention, Dtype, Error, Finding, LayerInfo, QuantConfig, Tensor, Tensors};
-use crate::weights::{Codes, Group, QuantMatrix, ScaleOrder, Scales, U4B8};
+use super::source::{SCALE_DTYPES, check_dtype, check_shape, scale_type, shape_error, words};
+use super::{Convention, Dtype, Error, Finding, LayerInfo, QuantConfig, Source, Tensor, Tensors};
+use crate::weights::{
+    Codes, MatrixParts, QuantMatrix, ScaleOrder, Scales, U4, U4B8, U8, U8B128, WeightFormat,
+    ZeroOrder, Zeros,
+};
 
 /// The convention of GPTQ tools.
 #[derive(Clone, Copy, Debug)]
 pub struct Gptq;
 
-/// Stored symmetric zero of version 1: the zero less one.
-const V1_ZERO: u8 = 7;
-/// Stored symmetric zero of version 2: the zero itself.
-const V2_ZERO: u8 = 8;
+/// The two ways to store a zero.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Version {
+    /// Less one.
+    V1,
+    /// As it is.
+    V2,
+}
 
-/// The label and its symmetric zero, of a configuration that [`Gptq`] accepts.
-fn zero_of_label(config: &QuantConfig) -> Result<(&'static str, u8), Error> {
-    match config.checkpoint_format()?.as_deref() {
-        // "marlin" comes here only where the other marker and the tensors say it is not.
-        None | Some("gptq" | "marlin") => Ok(("gptq", V1_ZERO)),
-        Some("gptq_v2") => Ok(("gptq_v2", V2_ZERO)),
-        Some(other) => Err(config.unsupported(
-            format!("checkpoint_format {other}"),
-            "the formats gptq, gptq_v2 and marlin are read",
-        )),
+impl Version {
+    /// That of a configuration's label.
+    fn of(config: &QuantConfig) -> Result<Self, Error> {
+        match config.checkpoint_format()?.as_deref() {
+            // "marlin" comes here only where the other marker and the tensors say it is not.
+            None | Some("gptq" | "marlin") => Ok(Self::V1),
+            Some("gptq_v2") => Ok(Self::V2),
+            Some(other) => Err(config.unsupported(
+                format!("checkpoint_format {other}"),
+                "the formats gptq, gptq_v2 and marlin are read",
+            )),
+        }
+    }
+
+    fn label(self) -> &'static str {
+        match self {
+            Self::V1 => "gptq",
+            Self::V2 => "gptq_v2",
+        }
+    }
+
+    /// How the middle of the codes is stored as a zero.
+    fn symmetric_zero(self, bits: u32) -> u8 {
+        let middle = 1 << (bits - 1);
+        match self {
+            Self::V1 => middle - 1,
+            Self::V2 => middle,
+        }
+    }
+
+    fn zero_order(self) -> ZeroOrder {
+        match self {
+            Self::V1 => ZeroOrder::GptqWordsLessOne,
+            Self::V2 => ZeroOrder::GptqWords,
+        }
     }
 }
 
 /// Refuses every setting, common to the GPTQ family, that would change how codes are read.
 pub(super) fn check_common(config: &QuantConfig) -> Result<(), Error> {
-    match config.integer("bits")? {
-        Some(4) => {}
-        Some(bits) => return Err(config.unsupported(format!("bits {bits}"), "4 bits are read")),
-        None => return Err(config.unsupported("no bits".to_owned(), "4 bits must be stated")),
-    }
-    if config.flag("sym")? == Some(false) {
-        let rule = "only symmetric weights (sym true) are read";
-        return Err(config.unsupported("sym false".to_owned(), rule));
-    }
-    if config.is_set("dynamic") {
-        let rule = "settings that differ by layer are not read";
+    bits(config)?;
+    config.flag("sym")?;
+    if let Some(dynamic) = config.field("dynamic").and_then(|field| field.as_object())
+        && dynamic.keys().any(|pattern| !pattern.starts_with("-:"))
+    {
+        let rule = "settings that differ by layer are not read, except that layers are left out";
         return Err(config.unsupported("dynamic settings".to_owned(), rule));
     }
     match config.text("pack_dtype")?.as_deref() {
@@ -56,6 +85,16 @@ pub(super) fn check_common(config: &QuantConfig) -> Result<(), Error> {
     }
 }
 
+/// The bits of a code that the configuration states: 4 or 8.
+fn bits(config: &QuantConfig) -> Result<u32, Error> {
+    match config.integer("bits")? {
+        Some(4) => Ok(4),
+        Some(8) => Ok(8),
+        Some(bits) => Err(config.unsupported(format!("bits {bits}"), "4 and 8 bits are read")),
+        None => Err(config.unsupported("no bits".to_owned(), "4 or 8 bits must be stated")),
+    }
+}
+
 /// The group size that the configuration states.
 pub(super) fn group_size(config: &QuantConfig) -> Result<i64, Error> {
     config.integer("group_size")?.ok_or_else(|| {
@@ -63,29 +102,26 @@ pub(super) fn group_size(config: &QuantConfig) -> Result<i64, Error> {
     })
 }
 
-/// The group rule of a layer whose scales have `rows` rows.
-pub(super) fn group_of(
-    config: &QuantConfig,
-    layer: &str,
-    k: usize,
-    rows: usize,
-) -> Result<Group, Error> {
-    Group::for_scale_rows(k, group_size(config)?, rows)
-        .map_err(|source| Error::Weight { layer: layer.to_owned(), source })
+/// The weight type: symmetric unless the configuration says otherwise.
+fn format(config: &QuantConfig) -> Result<&'static dyn WeightFormat, Error> {
+    let symmetric = config.flag("sym")? != Some(false);
+    Ok(match (bits(config)?, symmetric) {
+        (4, true) => &U4B8,
+        (4, false) => &U4,
+        (_, true) => &U8B128,
+        (_, false) => &U8,
+    })
 }
+
+const NAME: &str = "gptq";
 
 impl Convention for Gptq {
     fn name(&self) -> &'static str {
-        "gptq"
+        NAME
     }
 
-    fn claims(&self, config: &QuantConfig, tensors: &Tensors) -> Result<bool, Error> {
-        Ok(config.method == "gptq" && !super::marlin::is_marlin(config, tensors)?)
-    }
-
-    fn check_config(&self, config: &QuantConfig) -> Result<(), Error> {
-        check_common(config)?;
-        zero_of_label(config).map(|_| ())
+    fn method(&self) -> Option<&'static str> {
+        Some("gptq")
     }
 
     fn marker_suffix(&self) -> &'static str {
@@ -100,103 +136,125 @@ impl Convention for Gptq {
         &[".qweight", ".scales", ".qzeros", ".g_idx", ".bias"]
     }
 
-    fn describe(
-        &self,
-        config: &QuantConfig,
-        tensors: &Tensors,
-        name: &str,
-    ) -> Result<LayerInfo, Error> {
-        let (qweight, [octets, n]) = matrix_tensor(&Self, tensors, (name, ".qweight"), Dtype::I32)?;
-        let k = octets.checked_mul(8).filter(|&k| k > 0 && n > 0);
-        let k = k.ok_or_else(|| shape_error(&qweight, "[K/8, N], neither of them 0".to_owned()))?;
-        let (scales, [rows, _]) = matrix_tensor(&Self, tensors, (name, ".scales"), Dtype::F16)?;
-        let group = group_of(config, name, k, rows)?;
+    /// Everything but AWQ's layout, whose `qweight` is packed along the outputs.
+    fn recognises(&self, source: &Source<'_, '_>) -> bool {
+        !super::awq::is_packed_along_outputs(source)
+    }
+
+    fn check(&self, config: &QuantConfig, tensors: &Tensors) -> Result<(), Error> {
+        super::marlin::is_marlin(config, tensors)?;
+        check_common(config)?;
+        Version::of(config).map(|_| ())
+    }
+
+    fn describe(&self, source: &Source<'_, '_>) -> Result<LayerInfo, Error> {
+        let format = format(source.config)?;
+        let per_word = format.codes_per_word();
+        let (qweight, [rows, n]) = source.matrix(NAME, ".qweight", &[Dtype::I32])?;
+        let k = rows.checked_mul(per_word).filter(|&k| k > 0 && n > 0).ok_or_else(|| {
+            shape_error(&qweight, format!("[K/{per_word}, N], neither of them 0"))
+        })?;
+        let (scales, [rows, _]) = source.matrix(NAME, ".scales", SCALE_DTYPES)?;
+        let group = source.group(k, group_size(source.config)?, rows)?;
         let num_groups = group.num_groups(k);
         check_shape(&scales, &[num_groups, n])?;
-        let (qzeros, _) = matrix_tensor(&Self, tensors, (name, ".qzeros"), Dtype::I32)?;
-        check_shape(&qzeros, &[num_groups, n.div_ceil(8)])?;
-        if let Some(g_idx) = g_idx(config, tensors, name)? {
-            check_dtype(&g_idx, Dtype::I32)?;
+        let (qzeros, shape) = source.matrix(NAME, ".qzeros", &[Dtype::I32])?;
+        let row_words = n.div_ceil(per_word);
+        if shape != [num_groups, row_words] {
+            let bits = format.bits();
+            let expected = format!("[{num_groups}, {row_words}] for {bits}-bit zeros");
+            return Err(shape_error(&qzeros, expected));
+        }
+        if let Some(g_idx) = g_idx(source)? {
+            check_dtype(&g_idx, &[Dtype::I32])?;
             check_shape(&g_idx, &[k])?;
         }
-        let name = name.to_owned();
-        Ok(LayerInfo { name, n, k, group, format: &U4B8, convention: self.name() })
+        let scale_order = ScaleOrder::Rows;
+        Ok(LayerInfo::new(self, source, (n, k), group, format, (scales.dtype, scale_order)))
     }
 
-    fn check_contents(
+    fn read<'a>(
         &self,
-        config: &QuantConfig,
-        tensors: &Tensors,
+        source: &Source<'_, 'a>,
         layer: &LayerInfo,
-    ) -> Result<Vec<Finding>, Error> {
-        if let Some(g_idx) = g_idx(config, tensors, &layer.name)? {
-            check_input_order(&g_idx, layer)?;
-        }
-        let qzeros = required(&Self, tensors, &layer.name, ".qzeros")?;
-        let label = zero_of_label(config)?;
-        Ok(check_zeros(&qzeros, layer.n, label)?.into_iter().collect())
-    }
-
-    fn matrix<'a>(
-        &self,
-        tensors: &'a Tensors,
-        layer: &LayerInfo,
+        findings: &mut Vec<Finding>,
     ) -> Result<QuantMatrix<'a>, Error> {
-        let codes = Codes::GptqWords(required(&Self, tensors, &layer.name, ".qweight")?.bytes);
-        let bytes = required(&Self, tensors, &layer.name, ".scales")?.bytes;
-        let scales = Scales::f16(bytes, ScaleOrder::Rows);
-        QuantMatrix::new(layer.n, layer.k, layer.group, layer.format, codes, scales)
-            .map_err(|source| Error::Weight { layer: layer.name.clone(), source })
+        let g_idx = match g_idx(source)? {
+            None => None,
+            Some(g_idx) => group_indices(&g_idx, layer)?,
+        };
+        let version = Version::of(source.config)?;
+        let qzeros = source.required(NAME, ".qzeros")?;
+        let bits = layer.format.bits();
+        let zeros = if matches!(layer.format.name(), "u4b8" | "u8b128") {
+            findings.extend(check_symmetric_zeros(&qzeros, layer.n, bits, version)?);
+            None
+        } else {
+            findings.extend(odd_zeros(&qzeros, bits, version));
+            Some(Zeros { bytes: qzeros.bytes, order: version.zero_order() })
+        };
+        let codes = Codes::GptqWords(source.required(NAME, ".qweight")?.bytes);
+        let scales = source.required(NAME, ".scales")?;
+        let scales = Scales::new(scales.bytes, scale_type(scales.dtype), ScaleOrder::Rows);
+        layer.matrix(MatrixParts { zeros, g_idx, ..layer.parts(codes, scales) })
     }
 }
 
 /// The group indices of a layer: only a checkpoint in input order may lack them.
-fn g_idx<'a>(
-    config: &QuantConfig,
-    tensors: &'a Tensors,
-    layer: &str,
-) -> Result<Option<Tensor<'a>>, Error> {
-    if config.flag("desc_act")? == Some(true) {
-        return required(&Gptq, tensors, layer, ".g_idx").map(Some);
+fn g_idx<'a>(source: &Source<'_, 'a>) -> Result<Option<Tensor<'a>>, Error> {
+    if source.config.flag("desc_act")? == Some(true) {
+        return source.required(NAME, ".g_idx").map(Some);
     }
-    Ok(tensors.get(&format!("{layer}.g_idx")))
+    source.get(".g_idx")
 }
 
-/// Checks that every input is in the group of its position.
-fn check_input_order(g_idx: &Tensor<'_>, layer: &LayerInfo) -> Result<(), Error> {
+/// The bytes of group indices that are all in range; none if every input is in the group of its
+/// place.
+pub(super) fn group_indices<'a>(
+    g_idx: &Tensor<'a>,
+    layer: &LayerInfo,
+) -> Result<Option<&'a [u8]>, Error> {
     let num_groups = layer.group.num_groups(layer.k);
-    let mut out_of_order = None;
+    let mut in_order = true;
     for (row, value) in words(g_idx).map(u32::cast_signed).enumerate() {
-        let tensor = || g_idx.name.to_owned();
         let legal = usize::try_from(value).is_ok_and(|group_idx| group_idx < num_groups);
         if !legal {
-            return Err(Error::GroupIndex { tensor: tensor(), row, value, num_groups });
+            let tensor = g_idx.name.to_owned();
+            return Err(Error::GroupIndex { tensor, row, value, num_groups });
         }
-        let expected = layer.group.index_of(row);
-        if value as usize != expected && out_of_order.is_none() {
-            out_of_order = Some(Error::ActOrder { tensor: tensor(), row, found: value, expected });
-        }
+        in_order &= value as usize == layer.group.index_of(row);
     }
-    out_of_order.map_or(Ok(()), Err)
+    Ok((!in_order).then_some(g_idx.bytes))
 }
 
-/// Checks that every stored zero is the symmetric one, under either label.
-fn check_zeros(
+/// A word with `zero` in every field.
+fn word_of(zero: u8, bits: u32) -> u32 {
+    let ones = if bits == 4 { 0x1111_1111 } else { 0x0101_0101 };
+    u32::from(zero) * ones
+}
+
+/// Checks that every stored zero is the middle of the codes, under either label.
+fn check_symmetric_zeros(
     qzeros: &Tensor<'_>,
     n: usize,
-    (label, expected): (&'static str, u8),
+    bits: u32,
+    version: Version,
 ) -> Result<Option<Finding>, Error> {
-    let words_per_row = n.div_ceil(8);
-    let first = words(qzeros).next().map_or(expected, |word| (word & 0xf) as u8);
-    let stored = if matches!(first, V1_ZERO | V2_ZERO) { first } else { expected };
+    let (fields, mask) = (32 / bits as usize, 0xff_u32 >> (8 - bits));
+    let words_per_row = n.div_ceil(fields);
+    let label = version.label();
+    let expected = version.symmetric_zero(bits);
+    let known = [Version::V1, Version::V2].map(|version| version.symmetric_zero(bits));
+    let first = words(qzeros).next().map_or(expected, |word| (word & mask) as u8);
+    let stored = if known.contains(&first) { first } else { expected };
     for (idx, word) in words(qzeros).enumerate() {
-        if word == u32::from(stored) * 0x1111_1111 {
+        if word == word_of(stored, bits) {
             continue;
         }
-        let (group_idx, first_column) = (idx / words_per_row, idx % words_per_row * 8);
-        // Nibbles past N are padding of the last word and may be anything.
-        for column in first_column..n.min(first_column + 8) {
-            let found = (word >> (4 * (column % 8)) & 0xf) as u8;
+        let (group_idx, first_column) = (idx / words_per_row, idx % words_per_row * fields);
+        // Fields past N are padding of the last word and may be anything.
+        for column in first_column..n.min(first_column + fields) {
+            let found = (word >> (bits as usize * (column % fields)) & mask) as u8;
             if found != stored {
                 let tensor = qzeros.name.to_owned();
                 return Err(Error::Zeros { tensor, group_idx, column, found, expected, label });
@@ -205,4 +263,23 @@ fn check_zeros(
     }
     let tensor = || qzeros.name.to_owned();
     Ok((stored != expected).then(|| Finding::ZeroLabel { tensor: tensor(), label, found: stored }))
+}
+
+/// What is odd about the stored zeros of an asymmetric layer: that they are all the symmetric one of
+/// the other version, or that version 1 had to store a zero of 0.
+fn odd_zeros(qzeros: &Tensor<'_>, bits: u32, version: Version) -> Vec<Finding> {
+    let tensor = || qzeros.name.to_owned();
+    let other = if version == Version::V1 { Version::V2 } else { Version::V1 };
+    let found = other.symmetric_zero(bits);
+    if words(qzeros).all(|word| word == word_of(found, bits)) {
+        return vec![Finding::ZeroLabel { tensor: tensor(), label: version.label(), found }];
+    }
+    if version == Version::V2 {
+        return Vec::new();
+    }
+    let (fields, largest) = (32 / bits as usize, 0xff_u32 >> (8 - bits));
+    let borrowed =
+        |word: &u32| (0..fields).any(|field| word >> (bits as usize * field) & largest == largest);
+    let count = words(qzeros).filter(borrowed).count();
+    if count == 0 { Vec::new() } else { vec![Finding::ZeroBorrow { tensor: tensor(), count }] }
 }

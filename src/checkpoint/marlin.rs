@@ -5,9 +5,9 @@
 //! true and `checkpoint_format` "marlin", and tools wrote either, both, or let them contradict each
 //! other. Where they contradict, the tensors decide, so that packed words are never packed again.
 
-use super::gptq::{check_common, group_of};
-use super::parts::{check_shape, matrix_tensor, required, shape_error};
-use super::{Convention, Dtype, Error, Finding, LayerInfo, QuantConfig, Tensors};
+use super::gptq::{check_common, group_size};
+use super::source::{check_shape, shape_error};
+use super::{Convention, Dtype, Error, Finding, LayerInfo, QuantConfig, Source, Tensors};
 use crate::weights::{Codes, QuantMatrix, ScaleOrder, Scales, U4B8};
 
 /// The convention of Marlin-serialised GPTQ.
@@ -47,22 +47,15 @@ pub(super) fn is_marlin(config: &QuantConfig, tensors: &Tensors) -> Result<bool,
     }
 }
 
+const NAME: &str = "marlin";
+
 impl Convention for MarlinSerialised {
     fn name(&self) -> &'static str {
-        "marlin"
+        NAME
     }
 
-    fn claims(&self, config: &QuantConfig, tensors: &Tensors) -> Result<bool, Error> {
-        Ok(config.method == "gptq" && is_marlin(config, tensors)?)
-    }
-
-    fn check_config(&self, config: &QuantConfig) -> Result<(), Error> {
-        check_common(config)?;
-        if config.flag("desc_act")? == Some(true) {
-            let rule = "Marlin-serialised weights have no activation order";
-            return Err(config.unsupported("desc_act true".to_owned(), rule));
-        }
-        Ok(())
+    fn method(&self) -> Option<&'static str> {
+        Some("gptq")
     }
 
     fn marker_suffix(&self) -> &'static str {
@@ -77,43 +70,50 @@ impl Convention for MarlinSerialised {
         &[".B", ".s", ".workspace", ".bias"]
     }
 
-    fn describe(
-        &self,
-        config: &QuantConfig,
-        tensors: &Tensors,
-        name: &str,
-    ) -> Result<LayerInfo, Error> {
-        let (b, [strips, row_words]) = matrix_tensor(&Self, tensors, (name, ".B"), Dtype::I32)?;
+    fn recognises(&self, source: &Source<'_, '_>) -> bool {
+        matches!(source.get(".B"), Ok(Some(tensor)) if tensor.dtype == Dtype::I32)
+    }
+
+    fn check(&self, config: &QuantConfig, tensors: &Tensors) -> Result<(), Error> {
+        is_marlin(config, tensors)?;
+        check_common(config)?;
+        if config.integer("bits")? != Some(4) {
+            let rule = "Marlin-serialised weights have 4 bits";
+            return Err(config.unsupported("bits 8".to_owned(), rule));
+        }
+        if config.flag("sym")? == Some(false) {
+            let rule = "Marlin-serialised weights are symmetric";
+            return Err(config.unsupported("sym false".to_owned(), rule));
+        }
+        if config.flag("desc_act")? == Some(true) {
+            let rule = "Marlin-serialised weights have no activation order";
+            return Err(config.unsupported("desc_act true".to_owned(), rule));
+        }
+        Ok(())
+    }
+
+    fn describe(&self, source: &Source<'_, '_>) -> Result<LayerInfo, Error> {
+        let (b, [strips, row_words]) = source.matrix(NAME, ".B", &[Dtype::I32])?;
         let k = strips.checked_mul(16).filter(|&k| k > 0 && row_words > 0);
         let k = k.filter(|_| row_words.is_multiple_of(128)).ok_or_else(|| {
             shape_error(&b, "[K/16, 2N] with N a multiple of 64, neither of them 0".to_owned())
         })?;
         let n = row_words / 2;
-        let (s, [rows, _]) = matrix_tensor(&Self, tensors, (name, ".s"), Dtype::F16)?;
-        let group = group_of(config, name, k, rows)?;
+        let (s, [rows, _]) = source.matrix(NAME, ".s", &[Dtype::F16])?;
+        let group = source.group(k, group_size(source.config)?, rows)?;
         check_shape(&s, &[group.num_groups(k), n])?;
-        let name = name.to_owned();
-        Ok(LayerInfo { name, n, k, group, format: &U4B8, convention: self.name() })
+        let scales = (s.dtype, ScaleOrder::Marlin);
+        Ok(LayerInfo::new(self, source, (n, k), group, &U4B8, scales))
     }
 
-    fn check_contents(
+    fn read<'a>(
         &self,
-        _config: &QuantConfig,
-        _tensors: &Tensors,
-        _layer: &LayerInfo,
-    ) -> Result<Vec<Finding>, Error> {
-        Ok(Vec::new()) // Nothing beside codes and scales is stored.
-    }
-
-    fn matrix<'a>(
-        &self,
-        tensors: &'a Tensors,
+        source: &Source<'_, 'a>,
         layer: &LayerInfo,
+        _findings: &mut Vec<Finding>,
     ) -> Result<QuantMatrix<'a>, Error> {
-        let codes = Codes::MarlinWords(required(&Self, tensors, &layer.name, ".B")?.bytes);
-        let bytes = required(&Self, tensors, &layer.name, ".s")?.bytes;
-        let scales = Scales::f16(bytes, ScaleOrder::Marlin);
-        QuantMatrix::new(layer.n, layer.k, layer.group, layer.format, codes, scales)
-            .map_err(|source| Error::Weight { layer: layer.name.clone(), source })
+        let codes = Codes::MarlinWords(source.required(NAME, ".B")?.bytes);
+        let scales = Scales::f16(source.required(NAME, ".s")?.bytes, ScaleOrder::Marlin);
+        layer.matrix(layer.parts(codes, scales))
     }
 }

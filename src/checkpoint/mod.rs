@@ -2,7 +2,9 @@
 //!
 //! This room maps safetensors files ([`Tensors`]), reads the quantisation configuration
 //! ([`QuantConfig`]) and hands out layers as [`QuantMatrix`] views of the mapping, ready to pack.
-//! One file per on-disk convention, listed in [`CONVENTIONS`]; a checkpoint is of exactly one.
+//! One file per on-disk convention, listed in [`CONVENTIONS`]. The configuration's label chooses among
+//! them, and each layer's tensors must be of one of the label's; where they are of another, the
+//! checkpoint is refused with both named.
 //!
 //! Everything read is untrusted. Headers, sizes, indices and shapes are checked when a checkpoint
 //! is opened; the small tensors of a layer (scales, zeros, group indices) when the layer is asked
@@ -19,50 +21,64 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod audit;
+mod awq;
+mod blocks;
 mod config;
 mod container;
 mod error;
 mod finding;
+mod float4;
+mod float8;
 mod gptq;
 mod map;
 mod marlin;
-mod parts;
+mod names;
+mod packed;
+mod plain;
+mod refused;
+mod schemes;
 mod shards;
+mod source;
 
+pub use awq::Awq;
+pub use blocks::MxBlocks;
 pub use config::QuantConfig;
 pub use error::Error;
 pub use finding::{Finding, ScaleFault};
+pub use float4::{Mxfp4, Nvfp4};
+pub use float8::{FloatQuantized, Fp8};
 pub use gptq::Gptq;
 pub use map::FileMap;
 pub use marlin::MarlinSerialised;
+pub use packed::PackQuantized;
+pub use plain::Plain;
 pub use safetensors::Dtype;
 pub use shards::{Tensor, Tensors};
+pub use source::Source;
 
 use std::fmt;
 use std::path::Path;
 
-use crate::weights::{Group, QuantMatrix, WeightFormat};
+use crate::weights::{
+    Codes, Group, MatrixParts, QuantMatrix, Quantized, ScaleOrder, ScaleType, Scales, WeightFormat,
+};
 
 /// How one family of tools writes quantised layers.
 pub trait Convention: fmt::Debug + Sync {
     /// A short name, for messages and listings.
     fn name(&self) -> &'static str;
 
-    /// Whether a checkpoint with this configuration and these tensors is of this convention. At
-    /// most one convention claims a checkpoint.
-    ///
-    /// # Errors
-    /// Those of malformed configuration fields.
-    fn claims(&self, config: &QuantConfig, tensors: &Tensors) -> Result<bool, Error>;
+    /// The `quant_method` whose checkpoints hold such layers; none for plain ones.
+    fn method(&self) -> Option<&'static str>;
 
-    /// Refuses what this convention, or this crate, does not support in the configuration.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] naming the field, its value and what is supported.
-    fn check_config(&self, config: &QuantConfig) -> Result<(), Error>;
-
-    /// The suffix of the tensor that every quantised layer has, dot included.
+    /// The suffix of the tensor that every layer has, dot included.
     fn marker_suffix(&self) -> &'static str;
+
+    /// Dimensions of that tensor. One more is a stack of experts.
+    fn marker_dims(&self) -> usize {
+        2
+    }
 
     /// The suffix of a layer's scales, dot included.
     fn scales_suffix(&self) -> &'static str;
@@ -70,44 +86,61 @@ pub trait Convention: fmt::Debug + Sync {
     /// Suffixes, dot included, of all tensors that a layer may consist of.
     fn layer_suffixes(&self) -> &'static [&'static str];
 
+    /// Whether the tensors of a stem with the marker can be a layer of this convention, whatever
+    /// the configuration says.
+    fn recognises(&self, source: &Source<'_, '_>) -> bool;
+
+    /// The format that the configuration states for a layer of this convention, where it is another.
+    fn other_label(&self, source: &Source<'_, '_>) -> Option<String> {
+        let _ = source;
+        None
+    }
+
+    /// Refuses what this convention, or this crate, does not support in the configuration. Asked of
+    /// the first convention of a `quant_method` and of each that has layers.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] naming the field, its value and what is supported.
+    fn check(&self, config: &QuantConfig, tensors: &Tensors) -> Result<(), Error>;
+
     /// Size and format of a layer, from the headers alone.
     ///
     /// # Errors
     /// Missing tensors, wrong types and shapes that do not agree.
-    fn describe(
-        &self,
-        config: &QuantConfig,
-        tensors: &Tensors,
-        name: &str,
-    ) -> Result<LayerInfo, Error>;
+    fn describe(&self, source: &Source<'_, '_>) -> Result<LayerInfo, Error>;
 
-    /// Checks the contents of a layer's small tensors, except that scales are finite. Returns what
-    /// is odd.
+    /// The layer as a view of the mapping, the contents of its small tensors checked, except that
+    /// scales are finite. What is odd is added to `findings`.
     ///
     /// # Errors
-    /// Contents that this crate would misread.
-    fn check_contents(
+    /// Contents that this crate would misread, and those of [`QuantMatrix::from_parts`].
+    fn read<'a>(
         &self,
-        config: &QuantConfig,
-        tensors: &Tensors,
+        source: &Source<'_, 'a>,
         layer: &LayerInfo,
-    ) -> Result<Vec<Finding>, Error>;
-
-    /// The layer as a view of the mapping.
-    ///
-    /// # Errors
-    /// Those of [`QuantMatrix::new`].
-    fn matrix<'a>(&self, tensors: &'a Tensors, layer: &LayerInfo)
-    -> Result<QuantMatrix<'a>, Error>;
+        findings: &mut Vec<Finding>,
+    ) -> Result<QuantMatrix<'a>, Error>;
 }
 
 /// Every convention that can be read, by name.
-pub const CONVENTIONS: &[&'static dyn Convention] = &[&Gptq, &MarlinSerialised];
+pub const CONVENTIONS: &[&'static dyn Convention] = &[
+    &Awq,
+    &FloatQuantized,
+    &Fp8,
+    &Gptq,
+    &MarlinSerialised,
+    &MxBlocks,
+    &Mxfp4,
+    &Nvfp4,
+    &PackQuantized,
+    &Plain,
+];
 
 /// A quantised layer, as the headers describe it.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct LayerInfo {
-    /// The name, without the suffix of any tensor.
+    /// The name: that of the tensors without any suffix, and the expert of a stack behind a dot.
     pub name: String,
     /// Outputs.
     pub n: usize,
@@ -117,8 +150,48 @@ pub struct LayerInfo {
     pub group: Group,
     /// The weight type.
     pub format: &'static dyn WeightFormat,
+    /// The element type of the scales.
+    pub scale_type: ScaleType,
+    /// The order of the scales.
+    pub scale_order: ScaleOrder,
     /// The convention that the layer is written in.
     pub convention: &'static str,
+    /// The expert of a stack, and how many there are.
+    pub expert: Option<(usize, usize)>,
+}
+
+impl LayerInfo {
+    fn new(
+        convention: &dyn Convention,
+        source: &Source<'_, '_>,
+        (n, k): (usize, usize),
+        group: Group,
+        format: &'static dyn WeightFormat,
+        (scale_dtype, scale_order): (Dtype, ScaleOrder),
+    ) -> Self {
+        let (name, expert, convention) = (source.name(), source.expert, convention.name());
+        let scale_type = source::scale_type(scale_dtype);
+        Self { name, n, k, group, format, scale_type, scale_order, convention, expert }
+    }
+
+    /// The name of the layer's tensors, without their suffixes.
+    pub fn stem(&self) -> &str {
+        match self.expert {
+            None => &self.name,
+            Some(_) => self.name.rsplit_once('.').map_or(&self.name, |(stem, _)| stem),
+        }
+    }
+
+    /// The parts of a matrix of this layer, without zeros and group indices.
+    fn parts<'a>(&self, codes: Codes<'a>, scales: Scales<'a>) -> MatrixParts<'a> {
+        let Self { n, k, group, format, .. } = *self;
+        MatrixParts { n, k, group, format, codes, scales, zeros: None, g_idx: None }
+    }
+
+    fn matrix<'a>(&self, parts: MatrixParts<'a>) -> Result<QuantMatrix<'a>, Error> {
+        QuantMatrix::from_parts(parts)
+            .map_err(|source| Error::Weight { layer: self.name.clone(), source })
+    }
 }
 
 impl fmt::Display for LayerInfo {
@@ -129,40 +202,83 @@ impl fmt::Display for LayerInfo {
     }
 }
 
-/// An open checkpoint of one convention.
+/// A layer's weight, ready to be packed.
+#[derive(Clone, Debug)]
+#[allow(clippy::large_enum_variant)] // One is made per layer and at once viewed.
+pub enum LayerWeight<'a> {
+    /// Quantised in the checkpoint: a view of the mapping.
+    Stored(QuantMatrix<'a>),
+    /// Rounded to nearest when it was loaded.
+    Rounded(Quantized),
+}
+
+impl LayerWeight<'_> {
+    /// The matrix that the packer takes.
+    pub fn view(&self) -> QuantMatrix<'_> {
+        match self {
+            Self::Stored(matrix) => *matrix,
+            Self::Rounded(quantized) => quantized.view(),
+        }
+    }
+}
+
+/// An open checkpoint.
 #[derive(Debug)]
 pub struct Checkpoint {
     tensors: Tensors,
     config: QuantConfig,
-    convention: &'static dyn Convention,
     layers: Vec<LayerInfo>,
     findings: Vec<Finding>,
 }
 
 impl Checkpoint {
     /// Opens the checkpoint in the directory, or the safetensors file, at `path`; the configuration
-    /// is that of the directory. No tensor data is read.
+    /// is that of the directory. No tensor data is read, except `weight_shape` of
+    /// compressed-tensors.
     ///
     /// # Errors
     /// Those of [`Tensors::open`] and [`QuantConfig::read`], [`Error::Unsupported`] for a
-    /// convention or a setting that this crate does not read, and the refusal of any layer whose
-    /// tensors disagree with each other.
+    /// convention or a setting that this crate does not read, [`Error::LabelDisagrees`] for tensors
+    /// of another convention than the configuration says, and the refusal of any layer whose tensors
+    /// disagree with each other.
     pub fn open(path: &Path) -> Result<Self, Error> {
         let tensors = Tensors::open(path)?;
         let config = QuantConfig::read(tensors.directory())?;
-        let convention = convention_of(&config, &tensors)?;
-        convention.check_config(&config)?;
-        let layers = tensors
-            .names()
-            .filter_map(|name| name.strip_suffix(convention.marker_suffix()))
-            .map(|name| convention.describe(&config, &tensors, name))
-            .collect::<Result<Vec<_>, _>>()?;
-        let mut findings = tensors.findings().to_vec();
-        findings.extend(unused_tensors(&tensors, convention));
-        for finding in &findings {
+        let method = config.method.as_deref();
+        refused::check(&config, &tensors)?;
+        let candidates = CONVENTIONS.iter().filter(|convention| convention.method() == method);
+        let Some(first) = candidates.clone().next() else {
+            let found = format!("quant_method {}", method.unwrap_or("none"));
+            return Err(config.unsupported(found, refused::METHODS));
+        };
+        // GPTQ's two formats share a label; the other one's check follows if it has layers.
+        first.check(&config, &tensors)?;
+        let mut layers = Vec::new();
+        for convention in candidates {
+            let found = layers_of(*convention, &config, &tensors)?;
+            if !found.is_empty() {
+                convention.check(&config, &tensors)?;
+            }
+            layers.extend(found);
+        }
+        refuse_other_conventions(&config, &tensors)?;
+        layers.sort_by(|a, b| a.name.cmp(&b.name));
+        let mut checkpoint = Self { tensors, config, layers, findings: Vec::new() };
+        checkpoint.findings = checkpoint.all_findings(path.is_dir());
+        for finding in &checkpoint.findings {
             log::warn!("{}: {finding}", path.display());
         }
-        Ok(Self { tensors, config, convention, layers, findings })
+        Ok(checkpoint)
+    }
+
+    fn all_findings(&self, whole: bool) -> Vec<Finding> {
+        let mut findings = audit::findings(&self.config, &self.tensors, &self.layers, whole);
+        findings.extend(self.layers.iter().filter_map(|layer| {
+            let label = convention_of(layer).other_label(&self.source(layer))?;
+            let (layer, found) = (layer.name.clone(), layer.convention);
+            Some(Finding::FormatLabel { layer, label, found })
+        }));
+        findings
     }
 
     /// The quantised layers, sorted by name.
@@ -170,35 +286,54 @@ impl Checkpoint {
         &self.layers
     }
 
-    /// The layer of that name, its small tensors checked.
+    /// The layer of that name as a view of the mapping, its small tensors checked.
     ///
     /// # Errors
-    /// [`Error::NoLayer`], and the refusals of contents: [`Error::BadScales`], [`Error::Zeros`],
-    /// [`Error::ActOrder`], [`Error::GroupIndex`].
+    /// [`Error::NoLayer`]; [`Error::NotStored`] for a layer of a plain checkpoint, which
+    /// [`Checkpoint::load`] takes; and the refusals of contents: [`Error::BadScales`],
+    /// [`Error::Zeros`], [`Error::GroupIndex`], [`Error::GlobalScale`].
     pub fn layer(&self, name: &str) -> Result<QuantMatrix<'_>, Error> {
         let info = self.info(name)?;
-        for finding in self.convention.check_contents(&self.config, &self.tensors, info)? {
+        let mut findings = Vec::new();
+        let convention = convention_of(info);
+        let matrix = convention.read(&self.source(info), info, &mut findings)?;
+        for finding in findings {
             log::warn!("{finding}");
         }
-        let matrix = self.convention.matrix(&self.tensors, info)?;
         finding::refuse_bad_scales(&self.scales_tensor(info), &matrix)?;
         Ok(matrix)
+    }
+
+    /// The layer of that name, rounded with up to `threads` threads if the checkpoint is a plain one.
+    ///
+    /// # Errors
+    /// Those of [`Checkpoint::layer`], and of [`crate::weights::quantize`] in [`Error::Weight`].
+    pub fn load(&self, name: &str, threads: usize) -> Result<LayerWeight<'_>, Error> {
+        let info = self.info(name)?;
+        if convention_of(info).method().is_none() {
+            return plain::round(&self.source(info), info, threads).map(LayerWeight::Rounded);
+        }
+        self.layer(name).map(LayerWeight::Stored)
     }
 
     /// Everything odd about one layer, scales that are not finite included: those that are zero or
     /// subnormal are legal and listed too.
     ///
     /// # Errors
-    /// Those of [`Checkpoint::layer`], except [`Error::BadScales`].
+    /// Those of [`Checkpoint::layer`], except [`Error::BadScales`] and [`Error::NotStored`].
     pub fn inspect(&self, name: &str) -> Result<Vec<Finding>, Error> {
         let info = self.info(name)?;
-        let mut findings = self.convention.check_contents(&self.config, &self.tensors, info)?;
-        let matrix = self.convention.matrix(&self.tensors, info)?;
-        findings.extend(finding::odd_scales(&self.scales_tensor(info), &matrix));
+        let mut findings = Vec::new();
+        match convention_of(info).read(&self.source(info), info, &mut findings) {
+            Ok(matrix) => findings.extend(finding::odd_scales(&self.scales_tensor(info), &matrix)),
+            Err(Error::NotStored { .. }) => {}
+            Err(error) => return Err(error),
+        }
         Ok(findings)
     }
 
-    /// What is odd about the files: stray shards, tensors that no layer uses.
+    /// What is odd about the checkpoint as a whole: stray shards, tensors that no layer uses, layers
+    /// that are missing or contradict the configuration.
     pub fn findings(&self) -> &[Finding] {
         &self.findings
     }
@@ -213,59 +348,105 @@ impl Checkpoint {
         &self.config
     }
 
-    /// The name of the convention.
-    pub fn convention(&self) -> &'static str {
-        self.convention.name()
+    /// The names of the conventions that the layers are written in, sorted.
+    pub fn conventions(&self) -> Vec<&'static str> {
+        let mut names: Vec<_> = self.layers.iter().map(|layer| layer.convention).collect();
+        names.sort_unstable();
+        names.dedup();
+        names
+    }
+
+    fn source<'s>(&'s self, layer: &'s LayerInfo) -> Source<'s, 's> {
+        let (config, tensors) = (&self.config, &self.tensors);
+        Source { config, tensors, stem: layer.stem(), expert: layer.expert }
     }
 
     fn info(&self, name: &str) -> Result<&LayerInfo, Error> {
-        self.layers.iter().find(|layer| layer.name == name).ok_or_else(|| {
-            // The layer that shares the longest end with the wanted name: prefixes of whole models
-            // are what people leave out.
-            let shared = |layer: &&LayerInfo| {
-                let pairs = layer.name.bytes().rev().zip(name.bytes().rev());
-                pairs.take_while(|(a, b)| a == b).count()
-            };
-            let nearest = self.layers.iter().max_by_key(shared).map(|layer| layer.name.clone());
-            Error::NoLayer { name: name.to_owned(), nearest }
-        })
+        if let Ok(at) = self.layers.binary_search_by(|layer| layer.name.as_str().cmp(name)) {
+            return Ok(&self.layers[at]);
+        }
+        // The layer that shares the longest end with the wanted name: prefixes of whole models are
+        // what people leave out.
+        let shared = |layer: &&LayerInfo| {
+            let pairs = layer.name.bytes().rev().zip(name.bytes().rev());
+            pairs.take_while(|(a, b)| a == b).count()
+        };
+        let nearest = self.layers.iter().max_by_key(shared).map(|layer| layer.name.clone());
+        Err(Error::NoLayer { name: name.to_owned(), nearest })
     }
 
     fn scales_tensor(&self, info: &LayerInfo) -> String {
-        format!("{}{}", info.name, self.convention.scales_suffix())
+        format!("{}{}", info.stem(), convention_of(info).scales_suffix())
     }
 }
 
-fn convention_of(
+fn convention_of(layer: &LayerInfo) -> &'static dyn Convention {
+    let of_name = CONVENTIONS.iter().find(|convention| convention.name() == layer.convention);
+    *of_name.expect("a layer's convention is a registered one")
+}
+
+/// The sources of a convention's layers: one for each stem with the marker, or for each of its
+/// experts.
+fn sources_of<'c, 'a>(
+    convention: &'static dyn Convention,
+    config: &'c QuantConfig,
+    tensors: &'a Tensors,
+) -> impl Iterator<Item = Source<'c, 'a>>
+where
+    'a: 'c,
+{
+    tensors.names().flat_map(move |name| {
+        let stem = name.strip_suffix(convention.marker_suffix());
+        let tensor = stem.and_then(|_| tensors.get(name));
+        let num_experts = tensor.and_then(|tensor| {
+            let is_stack = tensor.shape.len() == convention.marker_dims() + 1;
+            is_stack.then(|| tensor.shape[0]).filter(|&num_experts| num_experts > 0)
+        });
+        // An empty tensor may claim any number of experts: one is enough to refuse it.
+        let is_empty = tensor.is_none_or(|tensor| tensor.bytes.is_empty());
+        let count = if is_empty { 1 } else { num_experts.unwrap_or(1) };
+        let experts = stem.into_iter().flat_map(move |stem| {
+            (0..count).map(move |expert| {
+                let expert = num_experts.map(|num_experts| (expert, num_experts));
+                Source { config, tensors, stem, expert }
+            })
+        });
+        experts.filter(|source| convention.recognises(source))
+    })
+}
+
+fn layers_of(
+    convention: &'static dyn Convention,
     config: &QuantConfig,
     tensors: &Tensors,
-) -> Result<&'static dyn Convention, Error> {
-    for convention in CONVENTIONS {
-        if convention.claims(config, tensors)? {
-            return Ok(*convention);
-        }
-    }
-    let mut found = format!("quant_method {}", config.method);
-    for field in ["version", "format"] {
-        if let Some(value) = config.text(field)? {
-            found.push_str(&format!(", {field} {value}"));
-        }
-    }
-    Err(config.unsupported(found, "only GPTQ and Marlin-serialised GPTQ are read"))
+) -> Result<Vec<LayerInfo>, Error> {
+    sources_of(convention, config, tensors).map(|source| convention.describe(&source)).collect()
 }
 
-/// Tensors that belong to no quantised layer and are no ordinary weight or bias.
-fn unused_tensors<'a>(
-    tensors: &'a Tensors,
-    convention: &'static dyn Convention,
-) -> impl Iterator<Item = Finding> + 'a {
-    tensors.names().filter_map(move |name| {
-        let of_layer = convention.layer_suffixes().iter().any(|suffix| {
-            let marker = convention.marker_suffix();
-            let layer = name.strip_suffix(suffix);
-            layer.is_some_and(|layer| tensors.get(&format!("{layer}{marker}")).is_some())
+/// Refuses tensors that are quantised by a convention of another label.
+fn refuse_other_conventions(config: &QuantConfig, tensors: &Tensors) -> Result<(), Error> {
+    let method = config.method.as_deref();
+    let others = CONVENTIONS.iter().filter(|other| {
+        // Plain weights lie beside quantised ones in every checkpoint.
+        other.method().is_some() && other.method() != method
+    });
+    for other in others {
+        // fp8's two labels have the same tensors.
+        let same_tensors = |own: &&&'static dyn Convention| {
+            own.method() == method && own.marker_suffix() == other.marker_suffix()
+        };
+        let mut found = sources_of(*other, config, tensors).filter(|source| {
+            !CONVENTIONS.iter().filter(same_tensors).any(|own| own.recognises(source))
         });
-        let ordinary = name.ends_with(".weight") || name.ends_with(".bias");
-        (!of_layer && !ordinary).then(|| Finding::UnusedTensor { tensor: name.to_owned() })
-    })
+        if let Some(source) = found.next() {
+            let label = match method {
+                Some(method) => format!("quant_method {method}"),
+                None => "nothing of a quantisation".to_owned(),
+            };
+            let tensor = format!("{}{}", source.stem, other.marker_suffix());
+            let (path, found) = (config.path.clone(), other.name());
+            return Err(Error::LabelDisagrees { path, label, found, tensor });
+        }
+    }
+    Ok(())
 }

@@ -18,6 +18,8 @@ use super::{Codes, Error, Group, QuantMatrix, ScaleOrder, Scales, U4B8};
 pub enum Dense<'a> {
     /// IEEE half precision.
     F16(&'a [u8]),
+    /// bfloat16.
+    BF16(&'a [u8]),
     /// IEEE single precision.
     F32(&'a [u8]),
 }
@@ -68,6 +70,7 @@ pub fn quantize(
     let group = Group::new(k, group.raw())?;
     let (bytes, element_bytes, what) = match dense {
         Dense::F16(bytes) => (bytes, 2, "f16 weights"),
+        Dense::BF16(bytes) => (bytes, 2, "bf16 weights"),
         Dense::F32(bytes) => (bytes, 4, "f32 weights"),
     };
     if bytes.len() != elements * element_bytes {
@@ -110,13 +113,19 @@ pub fn quantize(
     Ok(Quantized { n, k, group, codes, scales })
 }
 
-/// Row elements `first ..` as f32; both widenings are exact.
+/// Row elements `first ..` as f32; all widenings are exact.
 fn widen_row(dense: Dense<'_>, first: usize, values: &mut [f32]) {
     match dense {
         Dense::F16(bytes) => {
             let source = bytes[2 * first..2 * (first + values.len())].as_chunks().0;
             for (value, pair) in values.iter_mut().zip(source) {
                 *value = widen_half(u16::from_le_bytes(*pair));
+            }
+        }
+        Dense::BF16(bytes) => {
+            let source = bytes[2 * first..2 * (first + values.len())].as_chunks().0;
+            for (value, pair) in values.iter_mut().zip(source) {
+                *value = f32::from_bits(u32::from(u16::from_le_bytes(*pair)) << 16);
             }
         }
         Dense::F32(bytes) => {

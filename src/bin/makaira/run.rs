@@ -2,9 +2,10 @@
 
 use std::path::PathBuf;
 
-use anyhow::bail;
-use makaira::checkpoint::Checkpoint;
+use anyhow::{Context, bail};
+use makaira::checkpoint::{self, Checkpoint};
 use makaira::reference::Random;
+use makaira::weights::default_threads;
 use serde_json::json;
 
 use crate::device::{self, Device};
@@ -50,7 +51,11 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     };
     // Every layer is looked at before any is run.
     for name in &names {
-        checkpoint.layer(name)?;
+        match checkpoint.layer(name) {
+            Ok(matrix) => matrix.check_packable().with_context(|| format!("layer {name}"))?,
+            Err(checkpoint::Error::NotStored { .. }) => {} // It will be rounded.
+            Err(error) => return Err(error.into()),
+        }
     }
     let seed = args.seed.unwrap_or_else(Random::fresh_seed);
     let device = Device::open(&args.device)?;
@@ -59,7 +64,8 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let mut progress = Progress::new(names.len() * args.m.len());
     let (mut layers, mut num_products, mut num_wrong) = (Vec::new(), 0, 0);
     for name in names {
-        let matrix = checkpoint.layer(name)?;
+        let weight = checkpoint.load(name, default_threads())?;
+        let matrix = weight.view();
         let trial = Trial::new(&device, &matrix)?;
         let (packed, time) = (trial.packed_bytes, trial.pack_time);
         let (n, k, group) = (matrix.n(), matrix.k(), matrix.group());

@@ -1,23 +1,17 @@
-//! Crafted checkpoints: every kind of wrong content is refused or reported by name.
+//! GPTQ's tensors, whole and broken: version 1 and 2, symmetric and not, in and out of order.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 
 use half::f16;
-use makaira::checkpoint::{Checkpoint, Dtype, Error, Finding, ScaleFault};
+use makaira::checkpoint::{Dtype, Error, Finding, ScaleFault};
+use makaira::reference::Random;
 use makaira::weights::{self, Codes, Group, PackedWeights, QuantMatrix, ScaleOrder, Scales, U4B8};
-use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
 
-fn packed(checkpoint: &Checkpoint, name: &str) -> PackedWeights {
-    let matrix = checkpoint.layer(name).expect("a legal layer");
-    PackedWeights::pack(&matrix, weights::default_threads()).expect("4-bit codes")
-}
-
-type Parts = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+use crate::support::{Folder, Parts, load, random_bytes, values};
 
 /// A layer "l" of random codes in GPTQ's tensors, with every stored zero `zero`.
-fn gptq_layer(n: usize, k: usize, groups: usize, zero: u8) -> Parts {
+pub fn gptq_layer(n: usize, k: usize, groups: usize, zero: u8) -> Parts {
     let mut state = 0x9e37_79b9u32 ^ (n * k) as u32;
     let mut next = move || {
         state = state.wrapping_mul(1664525).wrapping_add(1013904223);
@@ -54,41 +48,9 @@ fn marlin_layer(gptq: &Parts, n: usize, k: usize, group: Group) -> Parts {
     ])
 }
 
-fn gptq_config(group_size: i64) -> Value {
+pub fn gptq_config(group_size: i64) -> Value {
     json!({ "quant_method": "gptq", "bits": 4, "group_size": group_size, "desc_act": false,
             "sym": true, "checkpoint_format": "gptq" })
-}
-
-struct Folder(tempfile::TempDir);
-
-impl Folder {
-    fn new(parts: &Parts, config: &Value) -> Self {
-        let folder = Self(tempfile::tempdir().expect("a temporary directory"));
-        let views = parts.iter().map(|(name, (dtype, shape, data))| {
-            (name, TensorView::new(*dtype, shape.clone(), data).expect("sizes agree"))
-        });
-        let bytes = safetensors::serialize(views, None).expect("fits");
-        std::fs::write(folder.file("model.safetensors"), bytes).expect("written");
-        let config = json!({ "quantization_config": config }).to_string();
-        std::fs::write(folder.file("config.json"), config).expect("written");
-        folder
-    }
-
-    fn file(&self, name: &str) -> PathBuf {
-        self.0.path().join(name)
-    }
-
-    fn open(&self) -> Result<Checkpoint, Error> {
-        Checkpoint::open(self.0.path())
-    }
-}
-
-/// Opens the checkpoint and its layer, whichever refuses first.
-fn load(parts: &Parts, config: &Value) -> Result<PackedWeights, Error> {
-    let folder = Folder::new(parts, config);
-    let checkpoint = folder.open()?;
-    let matrix = checkpoint.layer("l")?;
-    Ok(PackedWeights::pack(&matrix, 1).expect("4-bit codes"))
 }
 
 #[test]
@@ -106,18 +68,56 @@ fn b24_symmetric_zeros_read_the_same_under_either_label() {
             let tensor = "l.qzeros".to_owned();
             assert_eq!(findings, [Finding::ZeroLabel { tensor, label, found: zero }]);
         }
-        decoded.push(packed(&checkpoint, "l").dequantize());
+        decoded.push(values(&checkpoint.layer("l").expect("legal")));
     }
     assert!(decoded.windows(2).all(|pair| pair[0] == pair[1]));
 }
 
+/// The zeros of an asymmetric layer are those of the file, in both versions and both widths, in any position.
 #[test]
-fn b28_asymmetric_layers_are_never_read_as_symmetric() {
-    let mut config = gptq_config(128);
-    config["sym"] = false.into();
-    let error = load(&gptq_layer(64, 256, 2, 5), &config).expect_err("asymmetric by its label");
-    assert!(error.to_string().contains("sym false"), "{error}");
+fn b28_asymmetric_layers_are_read_with_their_own_zeros() {
+    let mut random = Random::new(Random::fresh_seed());
+    let (n, k, groups) = (20, 256, 2);
+    for (bits, label) in [(4, "gptq"), (4, "gptq_v2"), (8, "gptq"), (8, "gptq_v2")] {
+        let per_word = 32 / bits;
+        let mut config = gptq_config(128);
+        (config["sym"], config["bits"]) = (false.into(), bits.into());
+        config["checkpoint_format"] = label.into();
+        let mut parts = gptq_layer(n, k, groups, 7);
+        let row_words = n.div_ceil(per_word);
+        // Zeros from 1 up: none borrows from its neighbour.
+        let zeros: Vec<u64> =
+            (0..groups * n).map(|_| 1 + random.bits() % ((1 << bits) - 1)).collect();
+        let less = u64::from(label == "gptq");
+        let field = |g: usize, column: usize| match column < n {
+            true => zeros[g * n + column] - less,
+            false => 2,
+        };
+        let words = (0..groups * row_words).flat_map(|at| {
+            let (g, first) = (at / row_words, at % row_words * per_word);
+            let word: u64 = (0..per_word).map(|i| field(g, first + i) << (bits * i)).sum();
+            (word as u32).to_le_bytes()
+        });
+        parts.insert("l.qzeros".to_owned(), (Dtype::I32, vec![groups, row_words], words.collect()));
+        let codes = random_bytes(&mut random, n * k * bits / 8);
+        parts.insert("l.qweight".to_owned(), (Dtype::I32, vec![k / per_word, n], codes.clone()));
+        let read = load(&parts, &config).expect("asymmetric");
+        for (at, value) in read.into_iter().enumerate() {
+            let (n_idx, k_idx) = (at / k, at % k);
+            let word = 4 * (k_idx / per_word * n + n_idx);
+            let word = u32::from_le_bytes(codes[word..word + 4].try_into().expect("four"));
+            let code = word >> (bits * (k_idx % per_word)) & ((1 << bits) - 1);
+            let at = k_idx / 128 * n + n_idx;
+            let scale = &parts["l.scales"].2[2 * at..2 * at + 2];
+            let scale = f16::from_le_bytes([scale[0], scale[1]]).to_f64();
+            let steps = f64::from(code) - zeros[at] as f64;
+            assert_eq!(value, steps * scale, "{bits} bits, {label}, input {k_idx}, output {n_idx}");
+        }
+    }
+}
 
+#[test]
+fn b28_zeros_that_contradict_sym_are_refused() {
     for sym in [Value::Bool(true), Value::Null] {
         let mut config = gptq_config(128);
         config["sym"] = sym;
@@ -125,6 +125,7 @@ fn b28_asymmetric_layers_are_never_read_as_symmetric() {
         let Error::Zeros { found: 5, expected: 7, group_idx: 0, column: 0, .. } = error else {
             panic!("{error}")
         };
+        assert!(error.to_string().contains("must say that the weights are not symmetric"));
         // One zero differs; a row is 32 bytes of two columns each.
         for wrong in [0, 1, 11, 15, 63] {
             let mut one_zero = gptq_layer(64, 256, 2, 7);
@@ -141,6 +142,24 @@ fn b28_asymmetric_layers_are_never_read_as_symmetric() {
     let mut padded = gptq_layer(12, 256, 2, 7);
     padded.get_mut("l.qzeros").expect("there").2[6..8].fill(0x31);
     load(&padded, &gptq_config(128)).expect("only padding differs");
+}
+
+/// What a careful user wants to know of stored zeros, beside their values.
+#[test]
+fn odd_zeros_are_reported() {
+    let inspect = |zero: u8, label: &str| {
+        let mut config = gptq_config(128);
+        (config["sym"], config["checkpoint_format"]) = (false.into(), label.into());
+        let folder = Folder::new(&gptq_layer(64, 256, 2, zero), &config);
+        folder.open().expect("legal").inspect("l").expect("legal")
+    };
+    let tensor = || "l.qzeros".to_owned();
+    assert_eq!(inspect(7, "gptq"), []);
+    assert_eq!(inspect(0, "gptq_v2"), []);
+    let label = |label, found| [Finding::ZeroLabel { tensor: tensor(), label, found }];
+    assert_eq!(inspect(8, "gptq"), label("gptq", 8));
+    assert_eq!(inspect(7, "gptq_v2"), label("gptq_v2", 7));
+    assert_eq!(inspect(15, "gptq"), [Finding::ZeroBorrow { tensor: tensor(), count: 16 }]);
 }
 
 #[test]
@@ -165,23 +184,48 @@ fn b31_group_indices_are_checked_before_use() {
         let error = load(&parts, &gptq_config(128)).expect_err("wrong length").to_string();
         assert!(error.contains("l.g_idx") && error.contains(&length.to_string()), "{error}");
     }
-    // A permutation in range is activation order, whatever desc_act says.
-    for desc_act in [false, true] {
-        let mut parts = gptq_layer(n, k, groups, 7);
-        let g_idx = &mut parts.get_mut("l.g_idx").expect("there").2;
-        (g_idx[4 * 5], g_idx[4 * 200]) = (1, 0);
-        let mut config = gptq_config(128);
-        config["desc_act"] = desc_act.into();
-        let error = load(&parts, &config).expect_err("permuted");
-        assert!(matches!(error, Error::ActOrder { row: 5, found: 1, expected: 0, .. }), "{error}");
+}
+
+/// Indices decide, whatever `desc_act` says: the scale of an input is that of its own group.
+#[test]
+fn b33_group_indices_choose_the_scales() {
+    let mut random = Random::new(Random::fresh_seed());
+    let (n, k, groups) = (64, 256, 4);
+    let plain_parts = gptq_layer(n, k, groups, 7);
+    let plain = load(&plain_parts, &gptq_config(64)).expect("in order");
+    let scale = |g: usize, n_idx: usize| {
+        let bytes = &plain_parts["l.scales"].2[2 * (g * n + n_idx)..][..2];
+        f16::from_le_bytes([bytes[0], bytes[1]]).to_f64()
+    };
+    let mut order: Vec<usize> = (0..k).map(|input| input / 64).collect();
+    for at in (1..k).rev() {
+        order.swap(at, random.bits() as usize % (at + 1));
     }
-    let mut parts = gptq_layer(n, k, groups, 7);
-    let mut config = gptq_config(128);
+    let mut parts = plain_parts.clone();
+    parts.get_mut("l.g_idx").expect("there").2 =
+        order.iter().flat_map(|&group| (group as i32).to_le_bytes()).collect();
+    for desc_act in [false, true] {
+        let mut config = gptq_config(64);
+        config["desc_act"] = desc_act.into();
+        let folder = Folder::new(&parts, &config);
+        let checkpoint = folder.open().expect("legal");
+        let matrix = checkpoint.layer("l").expect("legal");
+        assert!(matrix.g_idx().is_some());
+        for (at, value) in values(&matrix).into_iter().enumerate() {
+            let (n_idx, input) = (at / k, at % k);
+            let steps = plain[at] / scale(input / 64, n_idx);
+            assert_eq!(value, steps * scale(order[input], n_idx), "input {input}, output {n_idx}");
+        }
+    }
+    let mut parts = plain_parts;
+    let mut config = gptq_config(64);
     config["desc_act"] = true.into();
-    let plain = load(&parts, &config).expect("desc_act with plain indices is plain order");
+    let folder = Folder::new(&parts, &config);
+    let checkpoint = folder.open().expect("legal");
+    let matrix = checkpoint.layer("l").expect("plain indices");
+    assert!(matrix.g_idx().is_none(), "desc_act with plain indices is plain order");
     parts.remove("l.g_idx");
-    let absent = load(&parts, &gptq_config(128)).expect("plain order needs no indices");
-    assert_eq!(plain.bytes(), absent.bytes());
+    assert!(load(&parts, &gptq_config(64)).expect("plain order needs no indices") == plain);
     let error = load(&parts, &config).expect_err("activation order needs its indices");
     assert!(matches!(error, Error::MissingTensor { .. }), "{error}");
 }
@@ -254,12 +298,13 @@ fn b83_marlin_serialised_layers_are_recognised_by_either_marker() {
         (config["is_marlin_format"], config["checkpoint_format"]) = (flag.clone(), format.clone());
         let folder = Folder::new(&marlin, &config);
         let checkpoint = folder.open().expect("a marker");
-        assert_eq!(checkpoint.convention(), "marlin");
-        assert_eq!(packed(&checkpoint, "l").bytes(), right.bytes(), "{flag} {format}");
+        assert_eq!(checkpoint.conventions(), ["marlin"]);
+        let read = values(&checkpoint.layer("l").expect("legal"));
+        assert!(read == right, "{flag} {format}");
         let from_gptq = load(&gptq, &config);
         if format == json!("gptq") || flag == json!(false) {
             let from_gptq = from_gptq.expect("the tensors decide between contradicting markers");
-            assert_eq!(from_gptq.bytes(), right.bytes());
+            assert!(from_gptq == right);
         } else {
             let text = from_gptq.expect_err("the marker is wrong").to_string();
             assert!(text.contains("qweight") && text.contains("Marlin"), "{text}");
@@ -274,15 +319,8 @@ fn b83_marlin_serialised_layers_are_recognised_by_either_marker() {
 }
 
 #[test]
-fn b85_other_methods_are_refused_by_name() {
+fn settings_that_change_the_meaning_are_refused_by_name() {
     let parts = gptq_layer(64, 256, 2, 7);
-    for version in ["Marlin", "marlin", "GEMV"] {
-        let config = json!({ "quant_method": "awq", "bits": 4, "group_size": 128,
-                             "zero_point": false, "version": version });
-        let text = load(&parts, &config).expect_err("AWQ").to_string();
-        let version = version.to_lowercase();
-        assert!(text.contains(&format!("quant_method awq, version {version}")), "{text}");
-    }
     for (field, value) in [
         ("bits", json!(3)),
         ("bits", json!(null)),
@@ -291,6 +329,7 @@ fn b85_other_methods_are_refused_by_name() {
         ("checkpoint_format", json!("bitblas")),
         ("pack_dtype", json!("int16")),
         ("dynamic", json!({ "l": { "bits": 8 } })),
+        ("dynamic", json!({ "-:x": {}, "+:l": { "bits": 8 } })),
         ("format", json!("gptq_v2")),
         ("quant_method", json!(null)),
     ] {
@@ -329,12 +368,12 @@ fn b21_minus_one_and_k_load_to_the_same_bits() {
         let parts = gptq_layer(64, k, 1, 7);
         let per_column = load(&parts, &gptq_config(-1)).expect("legal");
         let whole_k = load(&parts, &gptq_config(k as i64)).expect("legal");
-        assert_eq!(per_column.bytes(), whole_k.bytes());
+        assert!(per_column == whole_k);
         let marlin = marlin_layer(&parts, 64, k, Group::PerColumn);
         for raw in [-1, k as i64] {
             let mut config = gptq_config(raw);
             config["checkpoint_format"] = "marlin".into();
-            assert_eq!(load(&marlin, &config).expect("legal").bytes(), per_column.bytes());
+            assert!(load(&marlin, &config).expect("legal") == per_column);
         }
     }
 }
@@ -369,12 +408,13 @@ fn shapes_and_types_that_disagree_are_named() {
         load(&parts, &gptq_config(128)).expect_err(name).to_string()
     };
     assert_eq!(
-        change("l.scales", Dtype::BF16, &[2, 64], 256),
-        "tensor l.scales is BF16, expected F16"
+        change("l.scales", Dtype::I32, &[2, 64], 512),
+        "tensor l.scales is I32, expected F16, BF16 or F32"
     );
     assert!(change("l.scales", Dtype::F16, &[2, 63], 252).contains("expected [2, 64]"));
     assert!(change("l.qzeros", Dtype::I32, &[2, 7], 56).contains("expected [2, 8]"));
-    assert!(change("l.qweight", Dtype::I32, &[32, 8, 8], 8192).contains("two dimensions"));
+    assert!(change("l.qweight", Dtype::I32, &[4, 8, 8, 8], 8192).contains("two dimensions"));
+    assert!(change("l.qweight", Dtype::I32, &[32, 8, 8], 8192).contains("one for each expert"));
     assert!(change("l.qweight", Dtype::I32, &[0, 64], 0).contains("neither of them 0"));
     assert!(change("l.g_idx", Dtype::I64, &[256], 2048).contains("I64, expected I32"));
 
@@ -394,12 +434,13 @@ fn the_older_configuration_file_is_read_too() {
     let parts = gptq_layer(64, 256, 2, 7);
     let right = load(&parts, &gptq_config(128)).expect("legal");
     let folder = Folder::new(&parts, &Value::Null);
-    assert!(matches!(folder.open(), Err(Error::NotQuantised { .. })));
+    let error = folder.open().expect_err("quantised tensors without a word of it").to_string();
+    assert!(error.contains("says nothing of a quantisation, but tensor l.qweight"), "{error}");
     let mut config = gptq_config(128);
     config.as_object_mut().expect("an object").remove("quant_method");
     std::fs::write(folder.file("quantize_config.json"), config.to_string()).expect("written");
     let checkpoint = folder.open().expect("legal");
-    assert_eq!(packed(&checkpoint, "l").bytes(), right.bytes());
+    assert!(values(&checkpoint.layer("l").expect("legal")) == right);
     std::fs::write(folder.file("config.json"), "{").expect("written");
     assert!(matches!(folder.open(), Err(Error::Config { .. })));
 }

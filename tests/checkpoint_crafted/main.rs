@@ -1,0 +1,9 @@
+//! Crafted checkpoints: each convention is read as its tools mean it, and every kind of wrong content is
+//! refused or reported by name.
+
+mod awq;
+mod compressed;
+mod floats;
+mod gptq;
+mod support;
+mod whole;
