@@ -82,6 +82,14 @@ impl Stripe {
         Segment { tile, begin, end, ..*segment }
     }
 
+    /// Emits the runs of the segment and of all that is left after it.
+    pub fn emit_runs(&self, a: &mut Asm, segment: &Segment) -> Reg<B32> {
+        let runs = a.reg();
+        a.sub_u32(runs, segment.end, segment.begin);
+        a.add_u32(runs, runs, self.left);
+        runs
+    }
+
     /// Emits whether there is a segment after the newest one.
     pub fn emit_has_next(&self, a: &mut Asm) -> Reg<Pred> {
         a.test_u32(Cmp::Ne, self.left, 0)

@@ -102,7 +102,10 @@ fn weaker(node: &Node) -> Vec<(&'static str, Option<Node>)> {
             vec![left_out]
         }
         Inst::Bulk(
-            Bulk::CpAsyncBulk(_) | Bulk::CpAsyncBulkHint(_) | Bulk::CpAsyncBulkTensor2d(_),
+            Bulk::CpAsyncBulk(_)
+            | Bulk::CpAsyncBulkHint(_)
+            | Bulk::CpAsyncBulkTensor2d(_)
+            | Bulk::CpAsyncBulkTensor2dMulticast(_),
         ) => vec![left_out],
         Inst::Cluster(
             Cluster::GriddepcontrolWait(_)

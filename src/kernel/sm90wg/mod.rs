@@ -176,7 +176,7 @@ pub fn extra_arguments(config: &Config, arguments: &Arguments, list: &mut ArgLis
         base: DevicePtr(arguments.a_ptr),
         elements: [arguments.k.into(), arguments.m.into()],
         row_bytes: arguments.a_stride_bytes.into(),
-        tile: [BOX_K, config.tile_m],
+        tile: [BOX_K, config.tile_m / config.cluster_n],
         swizzle: Swizzle::B128,
     };
     list.push(Arg::TensorMap(a_map));
@@ -220,6 +220,9 @@ impl Wg<'_> {
         a.mul_lo_u32(before, column_tile, row_tiles);
         a.sub_u32(row_begin, segment.tile, before);
         a.mul_lo_u32(row_begin, row_begin, self.config.tile_m);
+        if let (Some(member), 2..) = (&self.member, self.config.cluster_n) {
+            a.mad_lo_u32(column_tile, column_tile, self.config.cluster_n, member.rank);
+        }
         Place { column_tile, row_begin }
     }
 
@@ -234,12 +237,14 @@ impl Wg<'_> {
         let is_first = a.test_u32(Cmp::Eq, self.warp, 0);
         a.and_pred(is_first, is_first, self.elected);
         let warps = self.config.num_warps();
+        // Who shares a stage's activations leaves it together.
+        let leavers = warps * self.config.cluster_n;
         a.when(is_first, |a| {
             for stage in 0..self.config.stages {
                 let [full, empty] = [self.plan.full, self.plan.empty]
                     .map(|barriers| self.smem.at(barriers.start + 8 * stage));
                 a.mbarrier_init_shared_b64(full, warps / 4);
-                a.mbarrier_init_shared_b64(empty, warps);
+                a.mbarrier_init_shared_b64(empty, leavers);
             }
             if self.config.cluster_k > 1 {
                 self.emit_handover_barriers(a);
@@ -275,15 +280,15 @@ pub fn build(config: &Config, _target: SmArch) -> Module {
         let elected = a.reg();
         a.elect_sync(elected);
         let geometry = Geometry::new(config);
-        let member = (config.cluster_k > 1).then(|| cluster::Member::new(a));
+        let member = (config.cluster() > 1).then(|| cluster::Member::new(a));
         Wg { config, geometry, plan, params, extra, smem, tid, lane, warp, elected, member }
     });
     a.section("barriers", |a| wg.emit_barriers(a));
-    if config.cluster_k > 1 {
-        a.cluster = config.cluster_k;
+    if config.cluster() > 1 {
+        a.cluster = config.cluster();
         a.section("cluster", |a| a.barrier_cluster_arrive_relaxed_aligned());
     }
-    let (stripe, segment) = a.section("stripe", |a| emit_stripe(a, &params, config.cluster_k));
+    let (stripe, segment) = a.section("stripe", |a| emit_stripe(a, &params, config.cluster()));
     let supply = a.section("supply", |a| {
         let supply = Supply::new(a, &wg);
         a.bar_sync(0);
@@ -346,12 +351,13 @@ impl super::KernelFamily for Sm90WgFamily {
                 config.warps_n, config.warps_k
             ));
         }
-        if ![1, 2].contains(&config.cluster_k) {
-            return Some(format!("clusters of {}: 1 or 2 CTAs share a tile", config.cluster_k));
+        if ![1, 2].contains(&config.cluster()) {
+            let Config { cluster_k, cluster_n, .. } = config;
+            return Some(format!("clusters of {cluster_k} x {cluster_n} CTAs: at most 2"));
         }
-        if !config.tile_m.is_multiple_of(8 * config.cluster_k) {
+        if !config.tile_m.is_multiple_of(8 * config.cluster()) {
             return Some(format!(
-                "{} rows: the CTAs of a cluster own 8 or a multiple each",
+                "{} rows: the CTAs of a cluster add up or copy 8 or a multiple each",
                 config.tile_m
             ));
         }

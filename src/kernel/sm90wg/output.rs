@@ -60,7 +60,7 @@ impl Wg<'_> {
         let owner_threads = 32 * config.warps_n;
         let in_team = a.reg();
         let mut sums = sums.clone();
-        if let Some(member) = &self.member {
+        if let (Some(member), 2..) = (&self.member, config.cluster_k) {
             a.section("sums of the cluster", |a| {
                 sums = self.emit_handover(a, member, &sums, stripe, in_team, done);
                 a.mad_lo_u32(place.row_begin, member.rank, own_rows(config), place.row_begin);
@@ -82,8 +82,8 @@ impl Wg<'_> {
             a.when(owns, |a| a.bra(own));
             first
         });
-        let slot_bytes = 4 * config.tile_m * config.tile_n;
-        let own_bytes = slot_bytes / config.cluster_k;
+        let slot_bytes = 4 * config.tile_m * config.stripe_n();
+        let own_bytes = slot_bytes / config.cluster();
         let items: Vec<&[Reg<F32>; 4]> = sums.iter().flatten().collect();
         let item_bytes = 16 * owner_threads;
         let slot_ptr = |a: &mut Asm, slot: Reg<B32>| {
@@ -96,7 +96,7 @@ impl Wg<'_> {
             }
             ptr
         };
-        // Each CTA of a cluster adds up its own rows of a tile: with a lock of its own.
+        // Each CTA of a cluster adds up its own part of a tile: with a lock of its own.
         let lock_ptr = |a: &mut Asm| {
             let row = self.member.map(|member| member.rank);
             emit_lock_ptr_in(a, &self.params, segment, row)
