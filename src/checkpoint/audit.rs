@@ -2,21 +2,12 @@
 //! checkpoint.
 //!
 //! A checkpoint does not say which layers its model has, but models repeat themselves: a *place* is
-//! a name with its numbers left out. Where most modules of a place have a layer, one without it is
+//! a name with its numbers left out ([`place`]). Where most modules of a place have a layer, one without it is
 //! reported; so is a layer that is plain where its likes are quantised.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{CONVENTIONS, Convention, Finding, LayerInfo, QuantConfig, Tensors};
-
-/// A name with its numeric components replaced by `*`.
-fn place(name: &str) -> String {
-    let component = |part: &str| {
-        if !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit()) { "*" } else { part }
-            .to_owned()
-    };
-    name.split('.').map(component).collect::<Vec<_>>().join(".")
-}
+use super::{CONVENTIONS, Convention, Finding, LayerInfo, QuantConfig, Tensors, place};
 
 /// All findings of a checkpoint that its headers and configuration show. `whole` says that every
 /// layer of the model should be there.

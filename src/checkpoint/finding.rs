@@ -128,6 +128,27 @@ impl fmt::Display for ScaleFault {
     }
 }
 
+impl Finding {
+    /// The kind of the finding, as programs are told it.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::StrayFile { .. } => "stray-file",
+            Self::UnusedTensor { .. } => "unused-tensor",
+            Self::NoLayers { .. } => "no-layers",
+            Self::MissingLayer { .. } => "missing-layer",
+            Self::MissingBlock { .. } => "missing-block",
+            Self::LeftPlain { .. } => "left-plain",
+            Self::Ignored { .. } => "ignored",
+            Self::FormatLabel { .. } => "format-label",
+            Self::Activations { .. } => "activations",
+            Self::Pattern { .. } => "pattern",
+            Self::ZeroBorrow { .. } => "zero-borrow",
+            Self::ZeroLabel { .. } => "zero-label",
+            Self::Scale { .. } => "scale",
+        }
+    }
+}
+
 impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -35,6 +35,7 @@ mod map;
 mod marlin;
 mod names;
 mod packed;
+mod parallel;
 mod plain;
 mod refused;
 mod schemes;
@@ -52,6 +53,7 @@ pub use gptq::Gptq;
 pub use map::FileMap;
 pub use marlin::MarlinSerialised;
 pub use packed::PackQuantized;
+pub use parallel::place;
 pub use plain::Plain;
 pub use safetensors::Dtype;
 pub use shards::{Tensor, Tensors};
@@ -322,14 +324,25 @@ impl Checkpoint {
     /// # Errors
     /// Those of [`Checkpoint::layer`], except [`Error::BadScales`] and [`Error::NotStored`].
     pub fn inspect(&self, name: &str) -> Result<Vec<Finding>, Error> {
+        self.examine(name).map(|(_, findings)| findings)
+    }
+
+    /// The layer of that name, whatever its scales are, and what [`Checkpoint::inspect`] lists. No
+    /// matrix for a layer of a plain checkpoint.
+    ///
+    /// # Errors
+    /// Those of [`Checkpoint::inspect`].
+    pub fn examine(&self, name: &str) -> Result<(Option<QuantMatrix<'_>>, Vec<Finding>), Error> {
         let info = self.info(name)?;
         let mut findings = Vec::new();
         match convention_of(info).read(&self.source(info), info, &mut findings) {
-            Ok(matrix) => findings.extend(finding::odd_scales(&self.scales_tensor(info), &matrix)),
-            Err(Error::NotStored { .. }) => {}
-            Err(error) => return Err(error),
+            Ok(matrix) => {
+                findings.extend(finding::odd_scales(&self.scales_tensor(info), &matrix));
+                Ok((Some(matrix), findings))
+            }
+            Err(Error::NotStored { .. }) => Ok((None, findings)),
+            Err(error) => Err(error),
         }
-        Ok(findings)
     }
 
     /// What is odd about the checkpoint as a whole: stray shards, tensors that no layer uses, layers

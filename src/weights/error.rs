@@ -160,8 +160,9 @@ pub enum Error {
 
     /// The order of the scales belongs to another group size.
     #[error(
-        "scales in the order {order:?} do not go with group size {group}: blocks are of 128 inputs, \
-         a single scale has one group"
+        "scales in the order {} do not go with group size {group}: blocks are of 128 inputs, \
+         a single scale has one group",
+        order.name()
     )]
     ScaleGroup {
         /// The order.

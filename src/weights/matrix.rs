@@ -339,7 +339,10 @@ impl<'a> QuantMatrix<'a> {
             return refuse(what, "the packed layout has f16 scales without a factor");
         }
         if !matches!(scales.order, ScaleOrder::Rows | ScaleOrder::Marlin) {
-            return refuse(format!("scales in the order {:?}", scales.order), "rows are packed");
+            return refuse(
+                format!("scales in the order {}", scales.order.name()),
+                "rows are packed",
+            );
         }
         match codes {
             Codes::AwqWords(_) | Codes::PackedRows(_) | Codes::NibblePairs(_) => {

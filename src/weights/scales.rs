@@ -87,6 +87,19 @@ pub enum ScaleOrder {
     PerTensor,
 }
 
+impl ScaleOrder {
+    /// The name that messages use.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Rows => "rows",
+            Self::Columns => "columns",
+            Self::Marlin => "marlin",
+            Self::Blocks => "blocks",
+            Self::PerTensor => "per tensor",
+        }
+    }
+}
+
 /// Outputs, and inputs, that a scale of [`ScaleOrder::Blocks`] is for.
 pub const SCALE_BLOCK: usize = 128;
 

@@ -11,6 +11,7 @@ mod demo;
 mod device;
 mod doctor;
 mod explain;
+mod inspect;
 mod output;
 mod problem;
 mod ptx;
@@ -40,6 +41,8 @@ enum Command {
     Demo(demo::Args),
     /// Run layers of a checkpoint and compare them with the f64 reference.
     Run(run::Args),
+    /// Say what is in a checkpoint: format, layers, what is odd, what can be cut and run.
+    Inspect(inspect::Args),
     /// Print the PTX of a problem's kernel or of a configuration.
     Ptx(ptx::Args),
     /// Say which configuration a problem gets, and why.
@@ -76,6 +79,7 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
     match command {
         Command::Demo(args) => demo::run(&args),
         Command::Run(args) => run::run(&args),
+        Command::Inspect(args) => inspect::run(&args),
         Command::Ptx(args) => ptx::run(&args),
         Command::Explain(args) => explain::run(&args),
         Command::Bench(args) => bench::run(&args),
