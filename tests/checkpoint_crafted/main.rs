@@ -5,5 +5,6 @@ mod awq;
 mod compressed;
 mod floats;
 mod gptq;
+mod hostile;
 mod support;
 mod whole;
