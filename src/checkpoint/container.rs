@@ -48,6 +48,10 @@ impl Container {
         self.map.path()
     }
 
+    pub(super) fn map(&self) -> &FileMap {
+        &self.map
+    }
+
     pub(super) fn is_mapped(&self) -> bool {
         self.map.is_mapped()
     }

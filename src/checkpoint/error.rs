@@ -34,6 +34,21 @@ pub enum Error {
         found: u64,
     },
 
+    /// The file is not what it was when it was opened.
+    #[error(
+        "{} changed while it was read ({opened} bytes when it was opened, {found} now): nothing that \
+         was read from it can be trusted; open it again",
+        path.display()
+    )]
+    Changed {
+        /// The file.
+        path: PathBuf,
+        /// Its bytes when it was opened.
+        opened: u64,
+        /// Its bytes now.
+        found: u64,
+    },
+
     /// Bytes follow the last tensor.
     #[error(
         "{} has {extra} bytes after its last tensor ({expected} bytes expected by its header, \

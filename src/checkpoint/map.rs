@@ -4,15 +4,20 @@
 //! systems, tight containers) it is read instead; callers see the same slice. The size is taken
 //! once, from the open file, and the slice has exactly that length.
 //!
-//! A mapping reflects the file: if another process shortens the file while it is mapped, touching
-//! the lost pages raises SIGBUS, and if it rewrites the file, bytes may change under the reader.
-//! No user-space check can exclude that; everything derived from the bytes is bounds-checked, so a
-//! change can make values wrong but never an index.
+//! A mapping reflects the file: if another process shortens the file while it is mapped, lost pages
+//! read as zeros (see [`guard`]), and if it rewrites the file, bytes may change under the reader. No
+//! user-space check can exclude that. Everything derived from the bytes is bounds-checked, so a change
+//! can make values wrong but never an index, and [`FileMap::check`] says afterwards whether there was
+//! one.
 #![allow(unsafe_code)] // Mapping a file is the one operation here that the compiler cannot check.
 
-use std::fs::File;
+#[cfg(unix)]
+mod guard;
+
+use std::fs::{File, Metadata};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use memmap2::{Mmap, MmapOptions};
 
@@ -22,7 +27,12 @@ use super::Error;
 #[derive(Debug)]
 pub struct FileMap {
     path: PathBuf,
+    /// Dropped before the mapping that it guards.
+    #[cfg(unix)]
+    guard: Option<guard::Guard>,
     bytes: Bytes,
+    file: File,
+    modified: Option<SystemTime>,
 }
 
 #[derive(Debug)]
@@ -45,7 +55,8 @@ impl FileMap {
     fn open_with(path: &Path, map: fn(&File) -> io::Result<Mmap>) -> Result<Self, Error> {
         let io_error = |action| move |source| Error::Io { action, path: path.to_owned(), source };
         let file = File::open(path).map_err(io_error("open"))?;
-        let size = file.metadata().map_err(io_error("read the size of"))?.len();
+        let metadata = file.metadata().map_err(io_error("read the size of"))?;
+        let (size, modified) = (metadata.len(), modified(&metadata));
         let bytes = match map(&file) {
             Ok(map) => Bytes::Mapped(map),
             Err(error) => {
@@ -55,13 +66,51 @@ impl FileMap {
                 Bytes::Read(bytes)
             }
         };
-        let opened = Self { path: path.to_owned(), bytes };
+        let opened = Self {
+            path: path.to_owned(),
+            #[cfg(unix)]
+            guard: match &bytes {
+                Bytes::Mapped(map) if !map.is_empty() => Some(guard::Guard::new(map)),
+                _ => None,
+            },
+            bytes,
+            file,
+            modified,
+        };
         let found = opened.bytes().len() as u64;
         if found == size {
             Ok(opened)
         } else {
             Err(Error::Truncated { path: path.to_owned(), expected: size, found })
         }
+    }
+
+    /// Whether a part of the mapping was lost because the file shrank: what was read from it may be
+    /// zeros. Costs nothing.
+    pub fn is_lost(&self) -> bool {
+        #[cfg(unix)]
+        return self.guard.as_ref().is_some_and(guard::Guard::is_lost);
+        #[cfg(not(unix))]
+        return false; // Such systems do not let a mapped file shrink.
+    }
+
+    /// Checks that the file is as it was when it was opened, by its size and the time of its last
+    /// change. What was read from it before is then what the file held.
+    ///
+    /// # Errors
+    /// [`Error::Changed`], and [`Error::Io`] when the system does not say.
+    pub fn check(&self) -> Result<(), Error> {
+        if !self.is_mapped() {
+            return Ok(());
+        }
+        let path = || self.path.clone();
+        let io_error = |source| Error::Io { action: "read the size of", path: path(), source };
+        let metadata = self.file.metadata().map_err(io_error)?;
+        let (opened, found) = (self.bytes().len() as u64, metadata.len());
+        if self.is_lost() || found != opened || modified(&metadata) != self.modified {
+            return Err(Error::Changed { path: path(), opened, found });
+        }
+        Ok(())
     }
 
     /// The file's bytes.
@@ -81,6 +130,11 @@ impl FileMap {
     pub fn path(&self) -> &Path {
         &self.path
     }
+}
+
+/// The time of the last change, where the system has one.
+fn modified(metadata: &Metadata) -> Option<SystemTime> {
+    metadata.modified().ok()
 }
 
 fn map_private(file: &File) -> io::Result<Mmap> {
@@ -119,6 +173,29 @@ mod tests {
             assert!(read.bytes() == contents);
             assert_eq!(read.path(), file.path());
         }
+    }
+
+    /// A shrinking file must not end the process: what is read is thrown away by the check.
+    #[test]
+    fn b73_a_file_that_changes_while_it_is_mapped_is_told() {
+        let mut file = tempfile::NamedTempFile::new().expect("a temporary file");
+        file.write_all(&[7; 100_000]).expect("written");
+        let map = FileMap::open(file.path()).expect("opens");
+        assert!(map.is_mapped());
+        map.check().expect("nothing happened");
+        file.as_file().set_len(10).expect("shorter");
+        let sum: u64 = map.bytes().iter().map(|&byte| u64::from(byte)).sum();
+        assert!(sum <= 7 * 4096, "at most the page that is left");
+        let error = map.check().expect_err("shorter");
+        assert!(matches!(error, Error::Changed { opened: 100_000, found: 10, .. }), "{error}");
+        assert!(cfg!(not(unix)) || map.is_lost());
+
+        // The same size, other contents.
+        let map = FileMap::open(file.path()).expect("opens");
+        map.check().expect("nothing happened");
+        let later = std::time::SystemTime::now() + std::time::Duration::from_secs(5);
+        file.as_file().set_modified(later).expect("a time");
+        assert!(matches!(map.check(), Err(Error::Changed { opened: 10, found: 10, .. })));
     }
 
     #[test]

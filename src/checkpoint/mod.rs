@@ -293,17 +293,27 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::NoLayer`]; [`Error::NotStored`] for a layer of a plain checkpoint, which
     /// [`Checkpoint::load`] takes; and the refusals of contents: [`Error::BadScales`],
-    /// [`Error::Zeros`], [`Error::GroupIndex`], [`Error::GlobalScale`].
+    /// [`Error::Zeros`], [`Error::GroupIndex`], [`Error::GlobalScale`]; [`Error::Changed`].
     pub fn layer(&self, name: &str) -> Result<QuantMatrix<'_>, Error> {
         let info = self.info(name)?;
         let mut findings = Vec::new();
-        let convention = convention_of(info);
-        let matrix = convention.read(&self.source(info), info, &mut findings)?;
+        let outcome = self.read(info, &mut findings).and_then(|matrix| {
+            finding::refuse_bad_scales(&self.scales_tensor(info), &matrix)?;
+            Ok(matrix)
+        });
+        self.tensors.check_lost()?;
         for finding in findings {
             log::warn!("{finding}");
         }
-        finding::refuse_bad_scales(&self.scales_tensor(info), &matrix)?;
-        Ok(matrix)
+        outcome
+    }
+
+    fn read(
+        &self,
+        info: &LayerInfo,
+        findings: &mut Vec<Finding>,
+    ) -> Result<QuantMatrix<'_>, Error> {
+        convention_of(info).read(&self.source(info), info, findings)
     }
 
     /// The layer of that name, rounded with up to `threads` threads if the checkpoint is a plain one.
@@ -327,6 +337,14 @@ impl Checkpoint {
         self.examine(name).map(|(_, findings)| findings)
     }
 
+    /// Checks that every file is as it was when it was opened. Call it when layers have been packed.
+    ///
+    /// # Errors
+    /// [`Error::Changed`], and [`Error::Io`] when the system does not say.
+    pub fn check_unchanged(&self) -> Result<(), Error> {
+        self.tensors.check_unchanged()
+    }
+
     /// The layer of that name, whatever its scales are, and what [`Checkpoint::inspect`] lists. No
     /// matrix for a layer of a plain checkpoint.
     ///
@@ -335,14 +353,16 @@ impl Checkpoint {
     pub fn examine(&self, name: &str) -> Result<(Option<QuantMatrix<'_>>, Vec<Finding>), Error> {
         let info = self.info(name)?;
         let mut findings = Vec::new();
-        match convention_of(info).read(&self.source(info), info, &mut findings) {
+        let outcome = match self.read(info, &mut findings) {
             Ok(matrix) => {
                 findings.extend(finding::odd_scales(&self.scales_tensor(info), &matrix));
                 Ok((Some(matrix), findings))
             }
             Err(Error::NotStored { .. }) => Ok((None, findings)),
             Err(error) => Err(error),
-        }
+        };
+        self.tensors.check_lost()?;
+        outcome
     }
 
     /// What is odd about the checkpoint as a whole: stray shards, tensors that no layer uses, layers
@@ -369,7 +389,7 @@ impl Checkpoint {
         names
     }
 
-    fn source<'s>(&'s self, layer: &'s LayerInfo) -> Source<'s, 's> {
+    fn source<'c, 's: 'c>(&'s self, layer: &'c LayerInfo) -> Source<'c, 's> {
         let (config, tensors) = (&self.config, &self.tensors);
         Source { config, tensors, stem: layer.stem(), expert: layer.expert }
     }

@@ -129,6 +129,21 @@ impl Tensors {
         &self.directory
     }
 
+    /// Checks that every file is as it was when it was opened. Call it when all that is wanted has been
+    /// read: a file that shrinks reads as zeros, one that is rewritten as anything.
+    ///
+    /// # Errors
+    /// Those of [`super::FileMap::check`].
+    pub fn check_unchanged(&self) -> Result<(), Error> {
+        self.shards.iter().try_for_each(|shard| shard.map().check())
+    }
+
+    /// [`Tensors::check_unchanged`] where a file is known to have shrunk; costs nothing otherwise.
+    pub(super) fn check_lost(&self) -> Result<(), Error> {
+        let mut lost = self.shards.iter().filter(|shard| shard.map().is_lost());
+        lost.try_for_each(|shard| shard.map().check())
+    }
+
     /// What is odd about the set of files without being wrong.
     pub fn findings(&self) -> &[Finding] {
         &self.findings

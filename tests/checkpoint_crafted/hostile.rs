@@ -303,6 +303,25 @@ fn b77_tensors_at_any_offset_are_read_alike() {
     }
 }
 
+/// A shard that another process cuts while it is mapped: a refusal, not the end of this process.
+#[test]
+fn b73_a_checkpoint_that_shrinks_while_it_is_open_is_refused() {
+    let (n, k) = (512, 1024);
+    let folder = Folder::new(&gptq_layer(n, k, 8, 7), &gptq_config(128));
+    let checkpoint = folder.open().expect("legal");
+    let matrix = checkpoint.layer("l").expect("legal");
+    checkpoint.check_unchanged().expect("nothing happened");
+    let file = std::fs::OpenOptions::new().write(true).open(folder.file("model.safetensors"));
+    file.expect("there").set_len(4096).expect("shorter");
+    // The view is still there; what it reads is worth nothing, and the checkpoint says so.
+    let packed = PackedWeights::pack(&matrix, 2).expect("codes of any kind");
+    assert_eq!(packed.layout().n, n);
+    for error in [checkpoint.check_unchanged().err(), checkpoint.layer("l").err()] {
+        let text = error.expect("it changed").to_string();
+        assert!(text.contains("changed while it was read") && text.contains("4096 now"), "{text}");
+    }
+}
+
 /// A part of a layer's inputs refers to the scales of the whole: the shards of a row-parallel layer with
 /// activation order add up to it.
 #[test]

@@ -49,6 +49,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let checkpoint = Checkpoint::open(&args.checkpoint)?;
     let reports: Vec<Report> =
         checkpoint.layers().iter().map(|layer| Report::new(&checkpoint, layer)).collect();
+    checkpoint.check_unchanged()?;
     let format = args.format;
     for line in text(&checkpoint, args, &reports) {
         format.line(line)?;

@@ -67,6 +67,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         let weight = checkpoint.load(name, default_threads())?;
         let matrix = weight.view();
         let trial = Trial::new(&device, &matrix)?;
+        checkpoint.check_unchanged()?;
         let (packed, time) = (trial.packed_bytes, trial.pack_time);
         let (n, k, group) = (matrix.n(), matrix.k(), matrix.group());
         progress.pause(|| {
