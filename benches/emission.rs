@@ -9,7 +9,7 @@ use std::time::Instant;
 use makaira::asm::PrintOptions;
 use makaira::backend::Backend;
 use makaira::emu::EmuBackend;
-use makaira::kernel::{Config, Problem, Rows, select};
+use makaira::kernel::{Config, Kind, Problem, Rows, select};
 use makaira::weights::Group;
 
 const REPETITIONS: usize = 15;
@@ -36,7 +36,7 @@ fn main() {
     let mut largest: Vec<(usize, Config)> = Vec::new();
     for m in [1, 2, 4, 8, 16, 32, 48, 64] {
         let problem = Problem {
-            format: "u4b8",
+            kind: Kind::U4B8,
             m,
             n: 4096,
             k: 4096,
@@ -58,7 +58,7 @@ fn main() {
     for config in configs {
         let m = config.tile_m.into();
         let problem = Problem {
-            format: "u4b8",
+            kind: Kind::U4B8,
             m,
             n: 4096,
             k: 4096,

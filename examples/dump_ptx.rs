@@ -10,7 +10,7 @@ use std::error::Error;
 use std::io::Write;
 
 use makaira::asm::PrintOptions;
-use makaira::kernel::{Config, Problem, Rows, select};
+use makaira::kernel::{Config, Kind, Problem, Rows, select};
 use makaira::target::{DeviceSpec, PtxIsa, SmArch};
 use makaira::weights::Group;
 
@@ -21,7 +21,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             let (m, n, k) = (m.parse()?, n.parse()?, k.parse()?);
             let group = Group::new(k as usize, 128)?;
             // Rows of activations are whole runs of 128 inputs; others need `Rows::Vector` or `Element`.
-            let problem = Problem { format: "u4b8", m, n, k, group, rows: Rows::Whole };
+            let problem = Problem { kind: Kind::U4B8, m, n, k, group, rows: Rows::Whole };
             let device = a100();
             (select::choose(&problem, &device)?.config, device.arch)
         }

@@ -17,11 +17,11 @@ mod tuning;
 use std::collections::HashMap;
 use std::sync::{Arc, RwLock};
 
-use crate::backend::{self, ArgList, Backend, Enqueue, Kernel, Launch, Stream};
+use crate::backend::{self, Backend, Enqueue, Kernel, Launch, Stream};
 use crate::jit::TuneStore;
 use crate::kernel::select::{self, Choice, MAX_ROW_STRIDE_BYTES, step};
-use crate::kernel::{Config, Problem, Rows};
-use crate::weights::{PackedLayout, PackedWeights, WeightFormat};
+use crate::kernel::{Config, Kind, Problem, Rows};
+use crate::weights::{Activation, PackedLayout, PackedWeights, WeightFormat};
 
 pub use memory::{Weight, Workspace};
 pub use operands::Matrix;
@@ -87,7 +87,7 @@ pub struct Prepared {
 /// What the choice of a kernel depends on.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Slot {
-    format: &'static str,
+    kind: Kind,
     n: u32,
     k: u32,
     group: crate::weights::Group,
@@ -98,10 +98,17 @@ struct Slot {
     overlap_previous: bool,
 }
 
+/// What is added to a product before it is rounded.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Added {
+    bias: bool,
+    residual: bool,
+}
+
 impl Slot {
     fn new(problem: &Problem, overlap_previous: bool) -> Self {
-        let Problem { format, m, n, k, group, rows } = *problem;
-        Self { format, n, k, group, rows, m: step(m), overlap_previous }
+        let Problem { kind, m, n, k, group, rows } = *problem;
+        Self { kind, n, k, group, rows, m: step(m), overlap_previous }
     }
 }
 
@@ -111,7 +118,7 @@ pub struct Gemm {
     /// Measured winners, `None` if they are not asked.
     tuning: Option<Arc<TuneStore>>,
     choices: RwLock<HashMap<Slot, Choice>>,
-    prepared: RwLock<HashMap<Slot, Prepared>>,
+    prepared: RwLock<HashMap<(Slot, Added), Prepared>>,
     kernels: RwLock<HashMap<Config, Arc<dyn Kernel>>>,
 }
 
@@ -138,7 +145,8 @@ impl Gemm {
     /// # Errors
     /// If the device has too little memory, or a row of A or C would be longer than kernels address.
     pub fn upload(&self, packed: &PackedWeights) -> Result<Weight, Error> {
-        let weight = self.reserve(packed.layout(), packed.format())?;
+        let mut weight = self.reserve(packed.layout(), packed.format())?;
+        weight.factor = packed.factor();
         self.backend.upload(weight.ptr, packed.bytes())?;
         Ok(weight)
     }
@@ -163,7 +171,10 @@ impl Gemm {
             backend: self.backend.clone(),
             layout: *layout,
             ptr: self.backend.alloc(layout.total_bytes as u64)?,
-            format: format.name(),
+            format,
+            factor: 1.0,
+            activation: Activation::F16,
+            bias: None,
         })
     }
 
@@ -221,7 +232,8 @@ impl Gemm {
         let rows = Rows::of(weight.layout().n, weight.layout().k);
         for m in steps(max_m) {
             for overlap_previous in [false, true] {
-                self.prepared(&problem(weight, m, rows), overlap_previous, None)?;
+                let added = Added { bias: weight.bias.is_some(), residual: false };
+                self.prepared(&problem(weight, m, rows), added, overlap_previous, None)?;
             }
         }
         Ok(())
@@ -229,9 +241,10 @@ impl Gemm {
 
     /// Enqueues `c[m][n] = a[m][k] * weight` on a stream. With `m` 0 nothing is launched.
     ///
-    /// `a` and `c` are addresses of fp16 matrices on the backend's device. They must stay valid until the
+    /// `a` and `c` are addresses of fp16 matrices on the backend's device, of bf16 ones for a weight
+    /// [with that activation](Weight::with_activation). They must stay valid until the
     /// work is done and must not overlap; they need an alignment of 2 bytes, and 16 for full speed. The
-    /// product is exact to fp32 accumulation and one rounding to fp16, and the same bits every time.
+    /// product is exact to fp32 accumulation and one rounding of the result, and the same bits every time.
     ///
     /// With [`stream.early()`](Stream::early) for a stream the kernel may start while the one before it
     /// still runs; the bits are the same.
@@ -249,16 +262,50 @@ impl Gemm {
         workspace: &Workspace,
         stream: impl Into<Enqueue>,
     ) -> Result<(), Error> {
+        self.enqueue(a, weight, None, c, m, workspace, stream.into())
+    }
+
+    /// [`Gemm::matmul`] with a residual: enqueues `c[m][n] = a[m][k] * weight + residual[m][n]`. The residual is of C's
+    /// type, has the same rules as C, and may be C itself; it is added before the sum is rounded. Its kernels are
+    /// compiled when first used.
+    ///
+    /// # Errors
+    /// Those of [`Gemm::matmul`].
+    #[allow(clippy::too_many_arguments)]
+    pub fn matmul_add(
+        &self,
+        a: Matrix,
+        weight: &Weight,
+        residual: Matrix,
+        c: Matrix,
+        m: u64,
+        workspace: &Workspace,
+        stream: impl Into<Enqueue>,
+    ) -> Result<(), Error> {
+        self.enqueue(a, weight, Some(residual), c, m, workspace, stream.into())
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn enqueue(
+        &self,
+        a: Matrix,
+        weight: &Weight,
+        residual: Option<Matrix>,
+        c: Matrix,
+        m: u64,
+        workspace: &Workspace,
+        order: Enqueue,
+    ) -> Result<(), Error> {
         if m == 0 {
             return Ok(());
         }
         check_rows(m)?;
-        let layout = weight.layout();
-        let rows = rows_of(layout, a, c)?;
+        let rows = rows_of(weight, a, residual, c)?;
         let problem = problem(weight, m, rows);
-        let order = stream.into();
-        let prepared = self.prepared(&problem, order.overlap_previous, Some(order.stream))?;
-        self.launch(&prepared, &problem, a, weight, c, workspace, order)
+        let added = Added { bias: weight.bias.is_some(), residual: residual.is_some() };
+        let prepared =
+            self.prepared(&problem, added, order.overlap_previous, Some(order.stream))?;
+        self.launch(&prepared, &problem, a, weight, residual, c, workspace, order)
     }
 
     /// [`Gemm::matmul`] with a kernel of the caller's choice, for benchmarks and tests.
@@ -276,22 +323,57 @@ impl Gemm {
         workspace: &Workspace,
         stream: impl Into<Enqueue>,
     ) -> Result<(), Error> {
+        self.enqueue_with(prepared, a, weight, None, c, m, workspace, stream.into())
+    }
+
+    /// [`Gemm::matmul_add`] with a kernel of the caller's choice, for benchmarks and tests.
+    ///
+    /// # Errors
+    /// Those of [`Gemm::matmul_with`].
+    #[allow(clippy::too_many_arguments)]
+    pub fn matmul_add_with(
+        &self,
+        prepared: &Prepared,
+        a: Matrix,
+        weight: &Weight,
+        residual: Matrix,
+        c: Matrix,
+        m: u64,
+        workspace: &Workspace,
+        stream: impl Into<Enqueue>,
+    ) -> Result<(), Error> {
+        self.enqueue_with(prepared, a, weight, Some(residual), c, m, workspace, stream.into())
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn enqueue_with(
+        &self,
+        prepared: &Prepared,
+        a: Matrix,
+        weight: &Weight,
+        residual: Option<Matrix>,
+        c: Matrix,
+        m: u64,
+        workspace: &Workspace,
+        order: Enqueue,
+    ) -> Result<(), Error> {
         if m == 0 {
             return Ok(());
         }
         check_rows(m)?;
-        let layout = weight.layout();
+        let group = weight.layout().group;
         let config = &prepared.choice.config;
         let mismatch = |rule: String| Error::Mismatch { config: config.to_string(), rule };
-        let rows = rows_of(layout, a, c)?;
+        let rows = rows_of(weight, a, residual, c)?;
         if rows > config.rows {
             return Err(mismatch(format!("rows allow {rows:?} access at most")));
         }
-        if config.group != layout.group || config.format != weight.format {
-            return Err(mismatch(format!("the weight is {} {:?}", weight.format, layout.group)));
+        let kind = Kind { residual: residual.is_some(), ..weight.kind() };
+        if config.group != group || config.kind != kind {
+            return Err(mismatch(format!("the product is of {kind}, group {group}")));
         }
         let problem = problem(weight, m, config.rows);
-        self.launch(prepared, &problem, a, weight, c, workspace, stream.into())
+        self.launch(prepared, &problem, a, weight, residual, c, workspace, order)
     }
 
     /// Compiles a configuration of the caller's choice.
@@ -309,6 +391,7 @@ impl Gemm {
         problem: &Problem,
         a: Matrix,
         weight: &Weight,
+        residual: Option<Matrix>,
         c: Matrix,
         workspace: &Workspace,
         order: Enqueue,
@@ -336,8 +419,8 @@ impl Gemm {
                     need_locks: plan.num_locks,
                 });
             }
-            let args = arguments(&plan, &config, problem, a, weight, c, workspace);
-            let mut list = ArgList::new(&args.list());
+            let args = arguments(&plan, &config, problem, (a, weight, residual, c), workspace);
+            let mut list = args.list(&config.kind);
             select::family_of(&config).extra_arguments(&config, &args, &mut list);
             let launch = Launch { grid: plan.grid, args: &list, stream, overlap_previous };
             self.backend.launch(&*prepared.kernel, &launch)?;
@@ -350,14 +433,17 @@ impl Gemm {
     fn prepared(
         &self,
         problem: &Problem,
+        added: Added,
         overlap_previous: bool,
         stream: Option<Stream>,
     ) -> Result<Prepared, Error> {
-        let slot = Slot::new(problem, overlap_previous);
+        let slot = (Slot::new(problem, overlap_previous), added);
         if let Some(prepared) = self.prepared.read().expect("no panic holds it").get(&slot) {
             return Ok(prepared.clone());
         }
-        let choice = self.choice(problem, overlap_previous)?;
+        let mut choice = self.choice(problem, overlap_previous)?;
+        let Added { bias, residual } = added;
+        choice.config.kind = Kind { bias, residual, ..choice.config.kind };
         let prepared = Prepared { choice, kernel: self.kernel(&choice.config, stream)? };
         let mut table = self.prepared.write().expect("no panic holds it");
         Ok(table.entry(slot).or_insert(prepared).clone())
@@ -388,5 +474,5 @@ fn steps(max_m: u64) -> impl Iterator<Item = u64> {
 fn problem(weight: &Weight, m: u64, rows: Rows) -> Problem {
     let layout = weight.layout();
     let (n, k) = (layout.n as u32, layout.k as u32);
-    Problem { format: weight.format, m, n, k, group: layout.group, rows }
+    Problem { kind: weight.plain_kind(), m, n, k, group: layout.group, rows }
 }

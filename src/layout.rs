@@ -135,6 +135,27 @@ pub fn f16_from_f64(value: f64) -> half::f16 {
     half::f16::from_bits(sign | bits as u16)
 }
 
+/// `value` rounded once to bfloat16, to nearest even, with subnormals; overflow gives an infinity and a NaN the
+/// canonical NaN 0x7fff that the hardware writes.
+pub fn bf16_from_f64(value: f64) -> half::bf16 {
+    /// 2^127 (2 - 2^-8): half way between the largest finite value and the next power of two.
+    const OVERFLOW: f64 = f64::from_bits((1023 + 127) << 52 | 0xff << 44);
+    if value.is_nan() {
+        return half::bf16::from_bits(0x7fff);
+    }
+    let sign = if value.is_sign_negative() { 0x8000 } else { 0 };
+    let magnitude = value.abs();
+    if magnitude >= OVERFLOW {
+        return half::bf16::from_bits(sign | 0x7f80);
+    }
+    // As for fp16: the last place is 2^-133 among subnormals, else 2^(exponent - 7).
+    let exponent = ((magnitude.to_bits() >> 52) as i32 - 1023).max(-126);
+    let per_unit = f64::from_bits(((1023 + 7 - exponent) as u64) << 52);
+    let units = (magnitude * per_unit + 4_503_599_627_370_496.0) - 4_503_599_627_370_496.0;
+    let bits = (((exponent + 126) as u32) << 7) + units as u32;
+    half::bf16::from_bits(sign | bits as u16)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -170,6 +191,25 @@ mod tests {
                 assert_eq!(f16_from_f64(value.to_f64()).to_bits(), bits);
             }
         }
+    }
+
+    #[test]
+    fn every_bf16_value_survives_the_round_trip_and_ties_go_to_even() {
+        for bits in 0..=u16::MAX {
+            let value = half::bf16::from_bits(bits);
+            if value.is_nan() {
+                continue;
+            }
+            assert_eq!(bf16_from_f64(value.to_f64()).to_bits(), bits);
+            if bits & 0x7fff < 0x7f7f {
+                let next = half::bf16::from_bits(bits + 1).to_f64();
+                let tie = (value.to_f64() + next) / 2.0;
+                assert_eq!(bf16_from_f64(tie).to_bits(), bits + bits % 2, "{bits:#06x}");
+            }
+        }
+        let largest = half::bf16::MAX.to_f64();
+        assert_eq!(bf16_from_f64(largest * (1.0 + 2f64.powi(-8))), half::bf16::INFINITY);
+        assert_eq!(bf16_from_f64(largest * (1.0 + 2f64.powi(-10))), half::bf16::MAX);
     }
 
     #[test]

@@ -19,6 +19,9 @@
 //! - r roundings of a term to fp16: of each weight, where fragments are scaled in fp16 or a reference was made
 //!   with rounded weights; of each partial sum, where CTAs add up through the fp16 output.
 //!
+//! With bf16 activations all of this is said of bf16: 2^-8 and 2^-134 instead of 2^-11 and 2^-25. Then a scaled fragment
+//! is rounded twice, since its scale is. Scales of one byte leave fragments exact in either type.
+//!
 //! That holds for every input but is wide for large k, since errors rarely all point one way. So the whole
 //! product must also keep, in Frobenius norms and with `Q` the matrix of root sums of `(a w)^2` (the size of
 //! a sum of k terms of random sign),
@@ -27,23 +30,20 @@
 //! |C - Y|  <=  2^-11 |Y| + 2^-25 sqrt(m n)  +  (k / 16 + 8) 2^-23 (|Y| + |Q|)  +  r 2^-11 |Q|
 //! ```
 
+mod element;
+
 use std::fmt;
 use std::thread;
 
 use half::f16;
 
+pub use self::element::{Element, Rounding};
 use crate::kernel::{Config, Reduction, Scaling};
 use crate::layout::f16_from_f64;
-use crate::weights::{PackedWeights, QuantMatrix, TILE_K, default_threads};
+use crate::weights::{Activation, PackedWeights, QuantMatrix, ScaleRow, TILE_K, default_threads};
 
-/// Half a unit in the last place of fp16, relative.
-const HALF_ULP: f64 = 1.0 / 2048.0;
-/// Half of the smallest subnormal of fp16.
-const HALF_SUBNORMAL: f64 = 1.0 / 33_554_432.0;
 /// A unit in the last place of fp32, relative.
 const SINGLE_ULP: f64 = 1.0 / 8_388_608.0;
-/// From here on numbers round to an infinity in fp16.
-const F16_OVERFLOW: f64 = 65520.0;
 /// Rows of activations that one pass over the weights serves.
 const LANES: usize = 8;
 
@@ -58,10 +58,12 @@ pub struct Reference {
     magnitudes: Vec<f64>,
     /// The sum of all squared terms.
     squares: f64,
+    /// How results round.
+    rounding: Rounding,
 }
 
 impl Reference {
-    /// The product of `x`, `[m][k]`, with weights `[n][k]`, each term and sum in f64.
+    /// The product of `x`, `[m][k]`, with weights `[n][k]`, each term and sum in f64; results are of the type of `x`.
     ///
     /// # Panics
     /// If `x` or `weights` is no whole number of rows of `k`.
@@ -73,7 +75,7 @@ impl Reference {
     /// let reference = Reference::new(&x, &[0.5, 0.25, 3.0, 1.0], 2);
     /// assert_eq!(reference.values(), [0.0, 1.0]);
     /// ```
-    pub fn new(x: &[f16], weights: &[f32], k: usize) -> Self {
+    pub fn new<E: Element>(x: &[E], weights: &[f32], k: usize) -> Self {
         assert!(k > 0 && x.len().is_multiple_of(k) && weights.len().is_multiple_of(k));
         let (m, n) = (x.len() / k, weights.len() / k);
         let passes: Vec<Vec<[f64; LANES]>> = x.chunks(LANES * k).map(|x| lanes(x, k)).collect();
@@ -102,14 +104,15 @@ impl Reference {
             values[row * n + column] = value;
             magnitudes[row * n + column] = magnitude;
         }
-        Self { n, k, values, magnitudes, squares: sum_of_squares(x, weights, k) }
+        let squares = sum_of_squares(x, weights, k);
+        Self { n, k, values, magnitudes, squares, rounding: E::ROUNDING }
     }
 
     /// The product with a packed weight.
     ///
     /// # Panics
     /// If `x` is no whole number of rows of the weight's K.
-    pub fn of_packed(x: &[f16], packed: &PackedWeights) -> Self {
+    pub fn of_packed<E: Element>(x: &[E], packed: &PackedWeights) -> Self {
         Self::new(x, &packed.dequantize(), packed.layout().k)
     }
 
@@ -122,6 +125,17 @@ impl Reference {
         Self { values, ..self }
     }
 
+    /// The product with a number added to each element before it is rounded: a bias, a residual.
+    #[must_use]
+    pub fn plus(mut self, added: impl Fn(usize, usize) -> f64) -> Self {
+        for (idx, value) in self.values.iter_mut().enumerate() {
+            let added = added(idx / self.n, idx % self.n);
+            *value += added;
+            self.magnitudes[idx] += added.abs();
+        }
+        self
+    }
+
     /// The products, `[m][n]`.
     pub fn values(&self) -> &[f64] {
         &self.values
@@ -130,37 +144,38 @@ impl Reference {
     /// How far an element may be from [`Reference::values`]; see the module's derivation.
     pub fn bound(&self, idx: usize, tolerance: Tolerance) -> f64 {
         let single = (17.0 / 16.0 * self.k as f64 + 64.0) * SINGLE_ULP;
-        let half = f64::from(tolerance.half_roundings) * HALF_ULP;
-        HALF_ULP * self.values[idx].abs() + HALF_SUBNORMAL + (single + half) * self.magnitudes[idx]
+        let Rounding { half_ulp, half_subnormal, .. } = self.rounding;
+        let half = f64::from(tolerance.half_roundings) * half_ulp;
+        half_ulp * self.values[idx].abs() + half_subnormal + (single + half) * self.magnitudes[idx]
     }
 
     /// Compares a product `[m][n]` with this one.
     ///
     /// # Panics
     /// If it has another size.
-    pub fn compare(&self, c: &[f16], tolerance: Tolerance) -> Errors {
+    pub fn compare<E: Element>(&self, c: &[E], tolerance: Tolerance) -> Errors {
         assert_eq!(c.len(), self.values.len(), "a product of another size");
         let mut errors = Errors::default();
+        let Rounding { half_ulp, half_subnormal, overflow } = self.rounding;
         let (mut error_squares, mut norm_squares) = (0.0, 0.0);
         for (idx, (c, exact)) in c.iter().zip(&self.values).enumerate() {
-            let bound = self.bound(idx, tolerance);
-            if c.is_infinite() && exact.abs() + bound >= F16_OVERFLOW {
+            let (c, bound) = (c.value(), self.bound(idx, tolerance));
+            if c.is_infinite() && exact.abs() + bound >= overflow {
                 let same_sign = c.is_sign_negative() == exact.is_sign_negative();
                 if same_sign {
                     continue;
                 }
             }
-            let error = (c.to_f64() - exact).abs();
+            let error = (c - exact).abs();
             // A NaN is larger than any bound.
             let of_bound = if error.is_nan() { f64::INFINITY } else { error / bound };
             if of_bound > 1.0 {
                 errors.num_outside += 1;
                 let (row, column) = (idx / self.n, idx % self.n);
-                let found = c.to_f64();
                 errors.first_outside.get_or_insert(Outside {
                     row,
                     column,
-                    found,
+                    found: c,
                     exact: *exact,
                     bound,
                 });
@@ -172,9 +187,9 @@ impl Reference {
         }
         let norm = norm_squares.sqrt().max(f64::MIN_POSITIVE);
         let term_norm = self.squares.sqrt();
-        let half = f64::from(tolerance.half_roundings) * HALF_ULP * term_norm;
+        let half = f64::from(tolerance.half_roundings) * half_ulp * term_norm;
         let single = (self.k as f64 / 16.0 + 8.0) * SINGLE_ULP * (norm + term_norm);
-        let output = HALF_ULP * norm + HALF_SUBNORMAL * (c.len() as f64).sqrt();
+        let output = half_ulp * norm + half_subnormal * (c.len() as f64).sqrt();
         errors.rel_frobenius = error_squares.sqrt() / norm;
         errors.rel_frobenius_limit = (output + single + half) / norm;
         errors
@@ -212,14 +227,18 @@ pub fn decode(matrix: &QuantMatrix<'_>) -> Vec<f32> {
 /// What besides fp32 sums and one rounding of the result a product is allowed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tolerance {
-    /// Roundings to fp16 that a term may go through before it is added: `r` in the module's derivation.
+    /// Roundings to the type of activations that a term may go through before it is added: `r` in the module's derivation.
     pub half_roundings: u32,
 }
 
 impl Tolerance {
     /// That of a configuration for `k` inputs.
     pub fn of(config: &Config, k: usize) -> Self {
-        let fragments = u32::from(config.scaling == Scaling::Fragment);
+        let fragments = match (config.scaling, config.kind.scales, config.kind.activation) {
+            (Scaling::Promote, ..) | (_, ScaleRow::E5m3, _) => 0,
+            (Scaling::Fragment, _, Activation::F16) => 1,
+            (Scaling::Fragment, _, Activation::Bf16) => 2,
+        };
         let hops = match config.reduction {
             Reduction::F32 => 0,
             // Most hops: every run of 128 inputs in a stripe of its own.
@@ -337,11 +356,11 @@ impl Random {
 }
 
 /// Up to [`LANES`] rows of activations, input by input; missing rows are zero.
-fn lanes(x: &[f16], k: usize) -> Vec<[f64; LANES]> {
+fn lanes<E: Element>(x: &[E], k: usize) -> Vec<[f64; LANES]> {
     let mut lanes = vec![[0.0; LANES]; k];
     for (lane, row) in x.chunks(k).enumerate() {
         for (lanes, x) in lanes.iter_mut().zip(row) {
-            lanes[lane] = x.to_f64();
+            lanes[lane] = x.value();
         }
     }
     lanes
@@ -364,10 +383,10 @@ fn multiply(out: &mut [(f64, f64)], x: &[[f64; LANES]], w: &[f32]) {
 }
 
 /// The sum of `(x[i][k] w[j][k])^2` over all i, j, k: per input, a product of two sums.
-fn sum_of_squares(x: &[f16], weights: &[f32], k: usize) -> f64 {
+fn sum_of_squares<E: Element>(x: &[E], weights: &[f32], k: usize) -> f64 {
     let mut of_x = vec![0.0; k];
     for row in x.chunks(k) {
-        row.iter().zip(&mut of_x).for_each(|(x, sum)| *sum += x.to_f64().powi(2));
+        row.iter().zip(&mut of_x).for_each(|(x, sum)| *sum += x.value().powi(2));
     }
     let mut of_w = vec![0.0; k];
     for row in weights.chunks(k) {
@@ -433,7 +452,10 @@ mod tests {
         let exact: Vec<f16> = reference.values().iter().map(|y| f16_from_f64(*y)).collect();
         let errors = reference.compare(&exact, Tolerance::default());
         assert!(errors.is_ok() && errors.max_abs > 0.0, "{errors}");
-        assert!(errors.rel_frobenius > 1e-4 && errors.rel_frobenius < HALF_ULP, "{errors}");
+        assert!(
+            errors.rel_frobenius > 1e-4 && errors.rel_frobenius < f16::ROUNDING.half_ulp,
+            "{errors}"
+        );
         // One element off by 1% of the terms' sum, one NaN, one infinity.
         for wrong in [
             f16_from_f64(reference.values()[77] + 0.01 * reference.magnitudes[77]),

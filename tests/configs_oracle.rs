@@ -17,9 +17,9 @@ use common::Random;
 use common::family::{pairwise, wgmma};
 use common::oracle::{Function, Nvdisasm, Ptxas, Sass};
 use makaira::asm::Module;
-use makaira::kernel::{Config, Conversion, Problem, Rows, select};
+use makaira::kernel::{self, Config, Conversion, Problem, Rows, select};
 use makaira::target::{DeviceSpec, PtxIsa, SmArch};
-use makaira::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES, TILE_K};
+use makaira::weights::{Activation, FORMATS, Group, ScaleRow, TILE_K};
 
 /// Targets, each with the SMs of a well-known card and its L2 in MiB.
 const TARGETS: [(u16, u32, u64); 4] = [(80, 108, 40), (86, 82, 6), (89, 128, 72), (90, 132, 50)];
@@ -66,8 +66,14 @@ fn choices(
         for m in BATCHES {
             for group in groups {
                 for rows in rows {
-                    let problem =
-                        Problem { format: "u4b8", m, n: *n, k: *k, group: *group, rows: *rows };
+                    let problem = Problem {
+                        kind: kernel::Kind::U4B8,
+                        m,
+                        n: *n,
+                        k: *k,
+                        group: *group,
+                        rows: *rows,
+                    };
                     let choice = select::choose(&problem, device);
                     choices.insert(choice.unwrap_or_else(|error| panic!("{error}")).config);
                 }
@@ -141,9 +147,15 @@ fn complaints(
     }
     if let Some(nvdisasm) = listing {
         let functions = nvdisasm.functions(&assembled.cubin);
+        let kind = &config.kind;
+        let instructions = kind.fragments().num_instructions(kind.activation) as usize;
         match functions.first().and_then(|function| function.main_loop("HMMA")) {
             Some(code) => {
-                complaints.extend(Expected::of(config).differences(unrolled(&module), code));
+                complaints.extend(Expected::of(config).differences(
+                    unrolled(&module),
+                    instructions,
+                    code,
+                ));
             }
             None => complaints.push("there is no loop with an HMMA".into()),
         }
@@ -172,11 +184,17 @@ impl Expected {
     fn of(config: &Config) -> Self {
         let tiles = config.tiles_per_warp();
         let row_tiles = config.tile_m.div_ceil(8);
-        let groups = match config.group {
-            Group::PerColumn => 0,
-            Group::Size(size) => TILE_K as u32 / size,
+        let kind = config.kind.tile();
+        let tile_bytes = kind.tile_bytes(config.group) as u32;
+        let zeros = kind.zero_rows(config.group) as u32;
+        let vectors = 2 * kind.words_per_fragment() as u32;
+        // Scales of one byte come in one load: of 16 bytes a lane in groups of 16, of 8 in groups of 32.
+        let (wide, narrow) = match (config.group, kind.scales) {
+            (Group::PerColumn, _) => (0, 0),
+            (Group::Size(size), ScaleRow::F16) => (0, TILE_K as u32 / size),
+            (Group::Size(16), ScaleRow::E5m3) => (1, 0),
+            (_, ScaleRow::E5m3) => (0, 1),
         };
-        let tile_bytes = CODE_BYTES_PER_TILE as u32 + groups * SCALE_ROW_BYTES as u32;
         // A warp copies two rows an instruction, as many warps as are a power of two.
         let rows = config.tile_m.div_ceil(2 << config.warps_n.ilog2());
         let weights = (tiles * tile_bytes).div_ceil(512);
@@ -195,13 +213,14 @@ impl Expected {
             ldmatrix: 4 * row_tiles,
             copies,
             bulk_copies,
-            words: 2 * tiles,
-            scales: groups * tiles,
+            words: (vectors + wide) * tiles,
+            scales: (narrow + zeros) * tiles,
         }
     }
 
     /// How a main loop of `runs` runs differs, and where it is not woven.
-    fn differences(&self, runs: u32, code: &[Sass]) -> Vec<String> {
+    /// `instructions` are those that the conversion of a fragment takes.
+    fn differences(&self, runs: u32, instructions: usize, code: &[Sass]) -> Vec<String> {
         let count = |matches: &dyn Fn(&str) -> bool| {
             code.iter().filter(|sass| matches(sass.opcode())).count() as u32
         };
@@ -214,7 +233,9 @@ impl Expected {
             // The assembler guards a run's copies with up to three loads into nowhere.
             scales: code
                 .iter()
-                .filter(|sass| sass.opcode() == "LDS" && !sass.text.contains("RZ,"))
+                .filter(|sass| {
+                    ["LDS", "LDS.64"].contains(&sass.opcode()) && !sass.text.contains("RZ,")
+                })
                 .count() as u32,
         };
         let expected = Self {
@@ -235,7 +256,7 @@ impl Expected {
         }
         for kind in [Kind::Convert, Kind::Mma, Kind::Shared] {
             let longest = longest(code, kind);
-            if longest > kind.most_together() {
+            if longest > kind.most_together(instructions) {
                 differences.push(format!("{longest} of {kind:?} stand together"));
             }
         }
@@ -265,10 +286,11 @@ impl Kind {
     }
 
     /// How many may stand together: a quarter more than the most in any choice when the limits were set.
-    /// Without a weave there are hundreds: a run of 64 channels converts 32 words by 9 instructions.
-    fn most_together(self) -> usize {
+    /// Without a weave there are hundreds: a run of 64 channels converts 32 words by 9 instructions, or as many as the
+    /// weight type takes.
+    fn most_together(self, instructions: usize) -> usize {
         match self {
-            Self::Convert => 38,
+            Self::Convert => 38 * instructions.max(9) / 9,
             Self::Mma => 32,
             Self::Shared => 13,
             Self::Other => usize::MAX,
@@ -321,7 +343,8 @@ fn choices_of_hoppers_families_assemble_and_are_woven() {
     for (n, k) in LAYERS {
         for m in [1, 2, 4, 8, 16] {
             for group in [Group::PerColumn, Group::Size(128)] {
-                let problem = Problem { format: "u4b8", m, n, k, group, rows: Rows::Whole };
+                let problem =
+                    Problem { kind: kernel::Kind::U4B8, m, n, k, group, rows: Rows::Whole };
                 let ranked = select::ranked(&problem, &device);
                 for conversion in [Conversion::Value, Conversion::Subnormal] {
                     let ours = ranked.iter().map(|choice| choice.config).filter(|config| {
@@ -336,6 +359,69 @@ fn choices_of_hoppers_families_assemble_and_are_woven() {
     assert!(work.len() > 40, "only {}", work.len());
     let found =
         on_all_processors(&work, |config| complaints(&ptxas, Some(&nvdisasm), config, device.arch));
+    report(&found, work.len());
+}
+
+/// Kinds of products: every weight type with fp16 and bf16 activations, scales as checkpoints have them, and what can
+/// be added.
+fn kinds() -> Vec<(kernel::Kind, Vec<Group>)> {
+    let mut kinds = Vec::new();
+    for format in FORMATS {
+        for activation in [Activation::F16, Activation::Bf16] {
+            let plain = kernel::Kind { format: format.name(), activation, ..kernel::Kind::U4B8 };
+            let exponent = format.fragments().expect("a conversion").exponent(activation);
+            let kind = kernel::Kind { factor: exponent > 0, ..plain };
+            let groups = vec![Group::PerColumn, Group::Size(32), Group::Size(128)];
+            match format.name() {
+                "e2m1" => {
+                    let kind = kernel::Kind { scales: ScaleRow::E5m3, ..kind };
+                    kinds.push((kind, vec![Group::Size(16), Group::Size(32)]));
+                }
+                "u4b8" if activation == Activation::F16 => {
+                    let added = kernel::Kind { factor: true, bias: true, residual: true, ..kind };
+                    kinds.push((added, groups));
+                }
+                _ => kinds.push((kind, groups)),
+            }
+        }
+    }
+    kinds
+}
+
+/// The choices for every weight and activation type, in decoding and in prefill, and for each family of a card the best
+/// one of its own.
+#[test]
+fn every_kind_assembles_and_is_woven() {
+    let (Some(ptxas), Some(nvdisasm)) = (Ptxas::find(), Nvdisasm::find()) else { return };
+    let mut work = BTreeSet::new();
+    for (sm, num_sms, l2) in [TARGETS[0], TARGETS[3]] {
+        let device = device(sm, num_sms, l2);
+        for (kind, groups) in kinds() {
+            for m in [1, 8, 16, 64, 1024] {
+                for (idx, group) in groups.iter().enumerate() {
+                    let (n, k, group) = (4096, 4096, *group);
+                    if !all_are_wanted()
+                        && ![(1, 0), (16, 1), (1024, groups.len() - 1)].contains(&(m, idx))
+                    {
+                        continue;
+                    }
+                    let problem = Problem { kind, m, n, k, group, rows: Rows::Whole };
+                    let mut families = BTreeSet::new();
+                    for choice in select::ranked(&problem, &device) {
+                        if families.insert(choice.config.family) {
+                            work.insert((choice.config, device.arch));
+                        }
+                    }
+                    assert!(!families.is_empty(), "{problem}");
+                }
+            }
+        }
+    }
+    let work: Vec<(Config, SmArch)> = work.into_iter().collect();
+    eprintln!("{} configurations and targets", work.len());
+    let found = on_all_processors(&work, |(config, arch)| {
+        complaints(&ptxas, Some(&nvdisasm), config, *arch)
+    });
     report(&found, work.len());
 }
 
@@ -384,8 +470,11 @@ fn products_differences(config: &Config, functions: &[Function]) -> Vec<String> 
     if moves > products {
         differences.push(format!("{moves} R2UR for {products} products"));
     }
-    if words != 2 * tiles {
-        differences.push(format!("{words} loads of words for {tiles} tiles of a stage"));
+    let kind = config.kind.tile();
+    let wide = kind.scales == ScaleRow::E5m3 && config.group == Group::Size(16);
+    let expected = (2 * kind.words_per_fragment() + usize::from(wide)) * tiles;
+    if words != expected {
+        differences.push(format!("{words} loads of words for {tiles} tiles, not {expected}"));
     }
     differences
 }
@@ -396,7 +485,8 @@ fn wgmma_candidates() -> BTreeSet<Config> {
     for (n, k) in LAYERS {
         for m in [16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 1024] {
             for group in [Group::PerColumn, Group::Size(64), Group::Size(128)] {
-                let problem = Problem { format: "u4b8", m, n, k, group, rows: Rows::Whole };
+                let problem =
+                    Problem { kind: kernel::Kind::U4B8, m, n, k, group, rows: Rows::Whole };
                 let candidates = select::candidates(&problem, SmArch::baseline(90)).into_iter();
                 configs.extend(candidates.filter(|config| config.family == "sm90wg"));
             }
@@ -454,13 +544,13 @@ fn a_main_loop_that_is_not_woven_is_told() {
     let functions = nvdisasm.functions(&assembled.cubin);
     let code = functions[0].main_loop("HMMA").expect("a main loop");
     let expected = Expected::of(&config);
-    assert_eq!(expected.differences(3, code), Vec::<String>::new());
+    assert_eq!(expected.differences(3, 9, code), Vec::<String>::new());
     let mut sorted = code.to_vec();
     sorted.sort_by_key(|sass| Kind::of(sass) as u32);
-    let told = expected.differences(3, &sorted);
+    let told = expected.differences(3, 9, &sorted);
     assert_eq!(told.len(), 3, "each kind stands together: {told:?}");
-    assert!(!expected.differences(3, &code[..code.len() / 2]).is_empty());
-    assert!(!expected.differences(4, code).is_empty());
+    assert!(!expected.differences(3, 9, &code[..code.len() / 2]).is_empty());
+    assert!(!expected.differences(4, 9, code).is_empty());
     // Half of the registers.
     let text = module.to_string();
     let tight = ptxas.assemble(&text, "sm_90", &["-maxrregcount=64"]);

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use makaira::kernel::select::{candidates, family_of};
-use makaira::kernel::{Config, Problem, Rows};
+use makaira::kernel::{Config, Kind, Problem, Rows};
 use makaira::target::SmArch;
 use makaira::weights::Group;
 
@@ -17,7 +17,7 @@ fn configs(target: SmArch) -> BTreeSet<Config> {
         for group in [Group::PerColumn, Group::Size(128)] {
             for rows in [Rows::Whole, Rows::Vector, Rows::Element] {
                 configs.extend(candidates(
-                    &Problem { format: "u4b8", m, n: 4096, k: 4096, group, rows },
+                    &Problem { kind: Kind::U4B8, m, n: 4096, k: 4096, group, rows },
                     target,
                 ));
             }

@@ -105,7 +105,9 @@ impl Program {
 
     /// Notes, for every ordinary instruction, which of its registers products use.
     fn find_product_registers(&mut self) {
-        let is_product = |inst: &Inst| matches!(inst, Inst::Wgmma(Wgmma::WgmmaM64K16F32F16(_)));
+        let is_product = |inst: &Inst| {
+            matches!(inst, Inst::Wgmma(Wgmma::WgmmaM64K16F32F16(_) | Wgmma::WgmmaM64K16F32Bf16(_)))
+        };
         let mut used = vec![false; self.num_words];
         for step in self.steps.iter().filter(|step| is_product(&step.inst)) {
             step.inst.registers(&mut |reg, _| {

@@ -4,14 +4,18 @@ use std::sync::Arc;
 
 use super::Error;
 use crate::backend::{Backend, DevicePtr};
-use crate::weights::PackedLayout;
+use crate::kernel::Kind;
+use crate::weights::{Activation, PackedLayout, WeightFormat};
 
 /// A packed weight on a device. Freed when dropped.
 pub struct Weight {
     pub(super) backend: Arc<dyn Backend>,
     pub(super) layout: PackedLayout,
     pub(super) ptr: DevicePtr,
-    pub(super) format: &'static str,
+    pub(super) format: &'static dyn WeightFormat,
+    pub(super) factor: f32,
+    pub(super) activation: Activation,
+    pub(super) bias: Option<DevicePtr>,
 }
 
 impl Weight {
@@ -27,7 +31,57 @@ impl Weight {
 
     /// The weight type's name.
     pub fn format(&self) -> &'static str {
-        self.format
+        self.format.name()
+    }
+
+    /// What products with it are multiplied by, beside the scales.
+    pub fn factor(&self) -> f32 {
+        self.factor
+    }
+
+    /// What a kernel multiplies by: the factor, and the power of two that the conversion leaves out.
+    pub(super) fn kernel_factor(&self, activation: Activation) -> f32 {
+        let fragments = self.format.fragments();
+        let exponent = fragments.map_or(0, |fragments| fragments.exponent(activation));
+        self.factor * 2f32.powi(exponent as i32)
+    }
+
+    /// The weight for products whose A, C, bias and residual are of a type; without a word they are fp16.
+    #[must_use]
+    pub fn with_activation(mut self, activation: Activation) -> Self {
+        self.activation = activation;
+        self
+    }
+
+    /// The weight with a bias that every product gets added before it is rounded: N numbers of C's type on the
+    /// device, at a multiple of 2 bytes, of 8 for full speed. They stay the caller's, must outlive the weight's last
+    /// product, and are read in every one.
+    #[must_use]
+    pub fn with_bias(mut self, bias: DevicePtr) -> Self {
+        self.bias = Some(bias);
+        self
+    }
+
+    /// The type of A and C.
+    pub fn activation(&self) -> Activation {
+        self.activation
+    }
+
+    /// The kind of products with it, those to which no residual is added.
+    pub fn kind(&self) -> Kind {
+        Kind { bias: self.bias.is_some(), ..self.plain_kind() }
+    }
+
+    /// The kind without anything that is added, by which kernels are chosen.
+    pub(super) fn plain_kind(&self) -> Kind {
+        Kind {
+            format: self.format.name(),
+            scales: self.layout.kind.scales,
+            activation: self.activation,
+            factor: self.kernel_factor(self.activation) != 1.0,
+            bias: false,
+            residual: false,
+        }
     }
 }
 

@@ -3,10 +3,9 @@
 use super::{Error, Weight, Workspace};
 use crate::backend::DevicePtr;
 use crate::kernel::select::{self, MAX_ROW_STRIDE_BYTES, MAX_ROWS};
-use crate::kernel::{Arguments, Config, Plan, Problem, Rows};
-use crate::weights::PackedLayout;
+use crate::kernel::{Arguments, Config, OptionalArguments, Plan, Problem, Rows};
 
-/// A row-major fp16 matrix in device memory.
+/// A row-major matrix in device memory, fp16 or what the weight is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Matrix {
     /// Address of the first element.
@@ -27,11 +26,19 @@ pub(super) fn check_rows(m: u64) -> Result<(), Error> {
 }
 
 /// How these operands' rows can be accessed.
-pub(super) fn rows_of(layout: &PackedLayout, a: Matrix, c: Matrix) -> Result<Rows, Error> {
-    for (operand, matrix, columns) in [("a", a, layout.k), ("c", c, layout.n)] {
+pub(super) fn rows_of(
+    weight: &Weight,
+    a: Matrix,
+    residual: Option<Matrix>,
+    c: Matrix,
+) -> Result<Rows, Error> {
+    let layout = weight.layout();
+    let residual = residual.map(|residual| ("residual", residual, layout.n));
+    let operands = [("a", a, layout.k), ("c", c, layout.n)].into_iter().chain(residual);
+    for (operand, matrix, columns) in operands {
         let error = |rule| Err(Error::Operand { operand, rule });
         if !matrix.ptr.0.is_multiple_of(2) {
-            return error(format!("address {:#x} is odd; fp16 needs 2 bytes", matrix.ptr.0));
+            return error(format!("address {:#x} is odd; elements need 2 bytes", matrix.ptr.0));
         }
         if matrix.stride < columns as u64 {
             return error(format!(
@@ -50,7 +57,15 @@ pub(super) fn rows_of(layout: &PackedLayout, a: Matrix, c: Matrix) -> Result<Row
     let aligned = |matrix: Matrix, bytes: u64| {
         matrix.ptr.0.is_multiple_of(bytes) && (2 * matrix.stride).is_multiple_of(bytes)
     };
-    let vectors = aligned(a, 16) && aligned(c, 8);
+    let bias = weight.bias.unwrap_or(DevicePtr(0)).0;
+    if !bias.is_multiple_of(2) {
+        let rule = format!("address {bias:#x} is odd; elements need 2 bytes");
+        return Err(Error::Operand { operand: "bias", rule });
+    }
+    let vectors = aligned(a, 16)
+        && aligned(c, 8)
+        && residual.is_none_or(|(_, residual, _)| aligned(residual, 8))
+        && bias.is_multiple_of(8);
     Ok(if vectors { Rows::of(layout.n, layout.k) } else { Rows::Element })
 }
 
@@ -58,9 +73,7 @@ pub(super) fn arguments(
     plan: &Plan,
     config: &Config,
     problem: &Problem,
-    a: Matrix,
-    weight: &Weight,
-    c: Matrix,
+    (a, weight, residual, c): (Matrix, &Weight, Option<Matrix>, Matrix),
     workspace: &Workspace,
 ) -> Arguments {
     let layout = weight.layout();
@@ -89,5 +102,11 @@ pub(super) fn arguments(
         k_tiles_shift,
         stripe_magic,
         stripe_shift,
+        optional: OptionalArguments {
+            factor_bits: weight.kernel_factor(config.kind.activation).to_bits(),
+            bias_ptr: weight.bias.map_or(0, |bias| bias.0),
+            residual_ptr: residual.map_or(0, at),
+            residual_stride_bytes: residual.map_or(0, |residual| (2 * residual.stride) as u32),
+        },
     }
 }

@@ -94,7 +94,12 @@ fn ranked(backend: &dyn Backend, problem: &Problem) -> Vec<Choice> {
 fn key(device: &str, problem: &Problem, overlap_previous: bool, ranked: &[Choice]) -> TuneKey {
     let problem = Problem { m: step(problem.m), ..*problem };
     let candidates = ranked.iter().map(|choice| format!("{} {}", choice.config, plan_of(choice)));
-    TuneKey::new(device, &format!("{} {problem}", problem.format), overlap_previous, candidates)
+    TuneKey::new(
+        device,
+        &format!("{} {problem}", problem.kind.format),
+        overlap_previous,
+        candidates,
+    )
 }
 
 /// How a choice cuts its grid, in words.

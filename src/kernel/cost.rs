@@ -7,13 +7,26 @@
 use std::fmt;
 
 use super::epilogue::epilogue_bytes;
-use super::problem::{Config, Conversion, Problem, Scaling};
+use super::problem::{Config, Conversion, Kind, Problem, Scaling};
 use super::select::family_of;
 use crate::target::DeviceSpec;
-use crate::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES};
+use crate::weights::{Group, ScaleRow, TILE_CHANNELS, TILE_K};
 
-/// Bytes of a packed tile with one group of scales.
-const TILE_BYTES: u32 = (CODE_BYTES_PER_TILE + SCALE_ROW_BYTES) as u32;
+/// Bytes of a packed tile as the prediction counts them: scales of two bytes count once a tile.
+pub(super) fn tile_bytes(kind: &Kind, group: Group) -> f64 {
+    let group = match kind.scales {
+        ScaleRow::F16 => Group::Size(TILE_K as u32),
+        ScaleRow::E5m3 => group,
+    };
+    kind.tile().tile_bytes(group) as f64
+}
+
+/// Bytes of a problem's weights, and a little.
+pub(super) fn weight_bytes(problem: &Problem) -> f64 {
+    let per_weight =
+        1.0007 * tile_bytes(&problem.kind, problem.group) / (TILE_CHANNELS * TILE_K) as f64;
+    f64::from(problem.n) * f64::from(problem.k) * per_weight
+}
 
 /// What a plan is predicted to take.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -112,18 +125,23 @@ impl Work {
     pub(super) fn of_run(config: &Config) -> Self {
         let tiles = f64::from(config.tiles_per_warp());
         let row_tiles = f64::from(config.tile_m.div_ceil(8));
-        let (per_word, bias) = match config.conversion {
-            Conversion::Value => (9.0, 0.0),
+        let (kind, tile) = (&config.kind, config.kind.tile());
+        let (per_step, bias) = match config.conversion {
+            Conversion::Value => {
+                (f64::from(kind.fragments().num_instructions(kind.activation)), 0.0)
+            }
             Conversion::Subnormal => (5.0, 5.0 * row_tiles),
         };
         let bias_mma = if bias > 0.0 { 4.0 * row_tiles } else { 0.0 };
-        let conversion = 8.0 * tiles * per_word + bias;
+        let conversion = 8.0 * tiles * per_step + bias;
         let scaling = match (config.group, config.scaling) {
             (Group::PerColumn, _) => 0.0,
             (_, Scaling::Promote) => tiles * (4.0 * row_tiles + 4.0),
             (_, Scaling::Fragment) => 8.0 * tiles * 4.0 + 2.0 * tiles,
         };
-        let loads = 3.0 * tiles + 4.0 * row_tiles;
+        let vectors = 2.0 * tile.words_per_fragment() as f64;
+        let zeros = 3.0 * tile.zero_rows(config.group) as f64;
+        let loads = (vectors + zeros + 1.0) * tiles + 4.0 * row_tiles;
         Self { instructions: conversion + scaling + loads, mma: 8.0 * tiles * row_tiles + bias_mma }
     }
 }
@@ -179,7 +197,7 @@ pub(super) fn of_mma(
     let issue_us = waves * rounds * (round + model.round_overhead) / model.issue_per_us;
 
     // Memory: the weights, once for each row tile that no longer finds them in L2.
-    let weight_bytes = f64::from(problem.n) * f64::from(problem.k) * 0.516;
+    let weight_bytes = weight_bytes(problem);
     let in_l2 = weight_bytes < 0.6 * device.l2_bytes as f64;
     let passes = 1.0 + (tiling.row_tiles as f64 - 1.0) * if in_l2 { 0.25 } else { 1.0 };
     let a_bytes = 2.0 * f64::from(problem.k) * (tiling.num_tiles * tiling.row_tiles) as f64;
@@ -187,7 +205,7 @@ pub(super) fn of_mma(
     let bytes = weight_bytes * passes + model.activation_share * a_bytes;
     let in_flight = resident
         * f64::from(terms.runs_in_flight * config.num_warps() * config.tiles_per_warp())
-        * f64::from(TILE_BYTES);
+        * tile_bytes(&config.kind, config.group);
     let starved = (model.in_flight_bytes / in_flight).max(1.0);
     let busiest = ctas_per_sm * stripe * num_sms / (runs * tiling.row_tiles as f64);
     let uneven = 1.0 + model.imbalance * (busiest.max(1.0) - 1.0);

@@ -5,15 +5,16 @@
 //! hands the sum to the reduction over CTAs (`reduction.rs`) and to the output. Only memory
 //! instructions are guarded, and guarded loads are preceded by zeros: see `emit_zeros`.
 
+use super::elements::{emit_load_element, emit_load_quad, emit_round, emit_round_pair};
 use super::params::{Params, load_u32, load_u64};
-use super::problem::{Config, Reduction, Rows};
+use super::problem::{Config, Kind, Reduction, Rows};
 use super::reduction;
 use super::stream::emit_divide;
 use super::stripe::Segment;
 use crate::asm::Asm;
 use crate::asm::reg::{Reg, Region};
-use crate::asm::types::{B16, B32, B64, Cmp, F32, Pred, Special};
-use crate::weights::Group;
+use crate::asm::types::{B32, B64, Cmp, F32, Pred, Special};
+use crate::weights::{Activation, Group};
 
 /// The accumulators of one warp: `[16-channel tile][8-row tile][4]`, fragments of `mma.m16n8k16` whose
 /// rows are channels and whose columns are rows of C.
@@ -71,7 +72,7 @@ pub struct Epilogue<'a> {
 
 impl Epilogue<'_> {
     /// Emits everything after the main loop: the teams' sums are added through shared memory, the CTAs' sums
-    /// through scratch memory or the output, and the owner writes fp16.
+    /// through scratch memory or the output, and the owner scales, adds what is to be added, and writes elements.
     ///
     /// Begins with a barrier, unless all threads have `met` since they left the main loop, and ends with
     /// one, so the main loop may use the region again afterwards.
@@ -155,6 +156,7 @@ pub(super) struct Item {
 /// The output tile as this thread sees it: in each pass one item, four channels of one row.
 pub(super) struct Items {
     rows: Rows,
+    kind: Kind,
     group: Group,
     /// Rows per pass.
     rows_per_pass: u32,
@@ -201,6 +203,7 @@ impl Items {
         a.selp_b32(num_rows, thread.num_rows, 0u32, has_columns);
         Items {
             rows: config.rows,
+            kind: config.kind,
             group: config.group,
             rows_per_pass,
             slot_byte,
@@ -282,7 +285,7 @@ impl Items {
         ptr
     }
 
-    /// Writes items as fp16. Except in [`Rows::Element`] N is a multiple of 4, so an item's columns exist
+    /// Writes items as elements of C. Except in [`Rows::Element`] N is a multiple of 4, so an item's columns exist
     /// together. `at` is advanced from pass to pass.
     pub(super) fn emit_output(
         &self,
@@ -294,13 +297,23 @@ impl Items {
         for Item { pass, exists, sum } in items {
             if *pass > 0 {
                 a.add_u64(output.ptr, output.ptr, output.step);
+                if let Some(residual) = output.residual {
+                    a.add_u64(residual.ptr, residual.ptr, residual.step);
+                }
             }
-            let sum = output.emit_scaled(a, *sum);
+            let mut sum = output.emit_scaled(a, *sum);
+            if let Some(bias) = output.bias {
+                sum = emit_add(a, sum, bias);
+            }
+            if let Some(residual) = output.residual {
+                let added = self.emit_load_columns(a, params, *exists, residual.ptr);
+                sum = emit_add(a, sum, added);
+            }
+            let activation = self.kind.activation;
             match self.rows {
                 Rows::Whole | Rows::Vector => {
-                    let halves: [Reg<B32>; 2] = a.regs();
-                    a.cvt_rn_f16x2_f32(halves[0], sum[1], sum[0]);
-                    a.cvt_rn_f16x2_f32(halves[1], sum[3], sum[2]);
+                    let halves = [(1, 0), (3, 2)]
+                        .map(|(high, low)| emit_round_pair(a, activation, sum[high], sum[low]));
                     a.when(*exists, |a| a.st_global_v2_b32(output.ptr, halves));
                 }
                 Rows::Element => {
@@ -310,8 +323,7 @@ impl Items {
                         a.add_u32(column, self.column, channel as u32);
                         let writes = a.test_u32(Cmp::Lt, column, n);
                         a.and_pred(writes, writes, *exists);
-                        let half: Reg<B16> = a.reg();
-                        a.cvt_rn_f16_f32(half, *sum);
+                        let half = emit_round(a, activation, *sum);
                         let place = output.ptr.at(2 * channel as i32);
                         a.when(writes, |a| a.st_global_b16(place, half));
                     }
@@ -337,7 +349,55 @@ impl Items {
         let step: Reg<B64> = a.reg();
         a.mul_wide_u32(step, stride, self.rows_per_pass);
         let scales = (self.group == Group::PerColumn).then(|| self.emit_column_scales(a, params));
-        Output { ptr, step, scales }
+        let scales = match (scales, params.optional.emit_factor(a)) {
+            (scales, None) => scales,
+            (None, Some(factor)) => Some([factor; 4]),
+            (Some(scales), Some(factor)) => Some(scales.map(|scale| {
+                let product = a.reg();
+                a.mul_f32(product, scale, factor);
+                product
+            })),
+        };
+        let has_columns = |a: &mut Asm| {
+            let n = load_u32(a, params.n);
+            a.test_u32(Cmp::Lt, self.column, n)
+        };
+        let bias = params.optional.bias_ptr.map(|bias_ptr| {
+            let (bias, at, guard) = (load_u64(a, bias_ptr), a.reg(), has_columns(a));
+            a.mad_wide_u32(at, self.column, 2, bias);
+            self.emit_load_columns(a, params, guard, at)
+        });
+        let residual = params.optional.residual.map(|(base, stride)| {
+            let (base, stride) = (load_u64(a, base), load_u32(a, stride));
+            let [ptr, step]: [Reg<B64>; 2] = a.regs();
+            a.mad_wide_u32(ptr, row, stride, base);
+            a.mad_wide_u32(ptr, self.column, 2, ptr);
+            a.mul_wide_u32(step, stride, self.rows_per_pass);
+            Advancing { ptr, step }
+        });
+        Output { ptr, step, scales, bias, residual }
+    }
+
+    /// The elements at `from` of the item's four columns where `guard` holds and the column exists, else zeros.
+    fn emit_load_columns(
+        &self,
+        a: &mut Asm,
+        params: &Params,
+        guard: Reg<Pred>,
+        from: Reg<B64>,
+    ) -> [Reg<F32>; 4] {
+        let activation = self.kind.activation;
+        if self.rows != Rows::Element {
+            return emit_load_quad(a, activation, guard, from);
+        }
+        let n = load_u32(a, params.n);
+        std::array::from_fn(|channel| {
+            let column = a.reg();
+            a.add_u32(column, self.column, channel as u32);
+            let reads = a.test_u32(Cmp::Lt, column, n);
+            a.and_pred(reads, reads, guard);
+            emit_load_element(a, activation, reads, from, 2 * channel as i32)
+        })
     }
 
     /// The scales of the item's four columns; the packed weights hold them for every padded column, and
@@ -348,7 +408,7 @@ impl Items {
         let ptr: Reg<B64> = a.reg();
         a.mad_wide_u32(ptr, self.column, 2, scales_ptr);
         let in_range = a.test_u32(Cmp::Lt, self.column, n);
-        emit_load_halves(a, in_range, ptr)
+        emit_load_quad(a, Activation::F16, in_range, ptr)
     }
 }
 
@@ -358,12 +418,24 @@ pub(super) struct Output {
     pub(super) ptr: Reg<B64>,
     /// Bytes from one pass to the next.
     pub(super) step: Reg<B64>,
-    /// Scales of the four columns, if they are per column.
+    /// What the four columns' sums are multiplied by: scales, if they are per column, and the layer's factor.
     pub(super) scales: Option<[Reg<F32>; 4]>,
+    /// What is added to them.
+    pub(super) bias: Option<[Reg<F32>; 4]>,
+    /// The residual's first item.
+    pub(super) residual: Option<Advancing>,
+}
+
+/// An address that goes on from pass to pass.
+#[derive(Clone, Copy)]
+pub(super) struct Advancing {
+    ptr: Reg<B64>,
+    /// Bytes from one pass to the next.
+    step: Reg<B64>,
 }
 
 impl Output {
-    /// The sum times its columns' scales, if they are per column.
+    /// The sum times what its columns are multiplied by.
     pub(super) fn emit_scaled(&self, a: &mut Asm, sum: [Reg<F32>; 4]) -> [Reg<F32>; 4] {
         let Some(scales) = self.scales else { return sum };
         let scaled: [Reg<F32>; 4] = a.regs();
@@ -388,19 +460,4 @@ pub(super) fn emit_add(a: &mut Asm, x: [Reg<F32>; 4], y: [Reg<F32>; 4]) -> [Reg<
         a.add_f32(sum, x, y);
     }
     sums
-}
-
-/// Four fp16 values from global memory where `guard` holds, zeros elsewhere.
-pub(super) fn emit_load_halves(a: &mut Asm, guard: Reg<Pred>, from: Reg<B64>) -> [Reg<F32>; 4] {
-    let words: [Reg<B32>; 2] = a.regs();
-    words.into_iter().for_each(|word| a.mov_b32(word, 0));
-    a.when(guard, |a| a.ld_global_v2_b32(words, from));
-    let values: [Reg<F32>; 4] = a.regs();
-    for (word, values) in words.into_iter().zip(values.chunks(2)) {
-        let halves: [Reg<B16>; 2] = a.regs();
-        a.mov_b32_unpack(halves, word);
-        a.cvt_f32_f16(values[0], halves[0]);
-        a.cvt_f32_f16(values[1], halves[1]);
-    }
-    values
 }

@@ -4,6 +4,7 @@
 //! builds the module of one. This room emits programs; it never runs them.
 
 mod cost;
+mod elements;
 pub mod epilogue;
 pub mod params;
 pub mod problem;
@@ -14,10 +15,11 @@ pub mod sm90;
 pub mod sm90wg;
 mod stream;
 pub mod stripe;
+mod tile;
 
 pub use cost::{Cost, CostModel, Work};
-pub use params::Arguments;
-pub use problem::{Config, Conversion, Plan, Problem, Reduction, Rows, Scaling, Start};
+pub use params::{Arguments, OptionalArguments};
+pub use problem::{Config, Conversion, Kind, Plan, Problem, Reduction, Rows, Scaling, Start};
 
 use crate::asm::Module;
 use crate::backend::ArgList;

@@ -5,49 +5,62 @@
 //! integer division by a run-time value would cost hundreds of clocks before the first copy.
 //! Source of the multipliers: Granlund and Montgomery, "Division by Invariant Integers using Multiplication".
 
+use super::problem::Kind;
 use crate::asm::Asm;
 use crate::asm::reg::{Param, Reg};
-use crate::asm::types::{B32, B64};
+use crate::asm::types::{B32, B64, F32};
+use crate::backend::{Arg, ArgList};
 
 /// Declares the entry parameters. The host fills them in the same order: see [`super::Arguments`].
 macro_rules! params {
     ($($(#[$doc:meta])* $name:ident: $width:ident),* $(,)?) => {
         /// The entry parameters of a GEMM kernel.
         #[derive(Clone, Copy, Debug)]
-        pub struct Params { $($(#[$doc])* pub $name: Param),* }
+        pub struct Params {
+            $($(#[$doc])* pub $name: Param,)*
+            /// What only some kinds of products take.
+            pub optional: OptionalParams,
+        }
 
         impl Params {
-            /// Declares them in order.
-            pub fn declare(a: &mut Asm) -> Self {
-                Self { $($name: a.$width(stringify!($name))),* }
+            /// Declares those of a kind of products, in order.
+            pub fn declare(a: &mut Asm, kind: &Kind) -> Self {
+                Self {
+                    $($name: a.$width(stringify!($name)),)*
+                    optional: OptionalParams::declare(a, kind),
+                }
             }
         }
 
         /// The values of the entry parameters of a GEMM kernel.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub struct Arguments { $($(#[$doc])* pub $name: params!(@type $width)),* }
+        pub struct Arguments {
+            $($(#[$doc])* pub $name: params!(@type $width),)*
+            /// What only some kinds of products take.
+            pub optional: OptionalArguments,
+        }
 
         impl Arguments {
-            /// The kernel arguments, in the order of the entry's parameters.
-            pub fn list(&self) -> [crate::backend::Arg; params!(@count $($name)*)] {
-                [$(params!(@arg $width self.$name)),*]
+            /// The kernel arguments of a kind of products, in the order of the entry's parameters.
+            pub fn list(&self, kind: &Kind) -> ArgList {
+                let mut list = ArgList::new(&[$(params!(@arg $width self.$name)),*]);
+                self.optional.append(kind, &mut list);
+                list
             }
         }
     };
     (@type param_u64) => { u64 };
     (@type param_u32) => { u32 };
-    (@arg param_u64 $value:expr) => { crate::backend::Arg::U64($value) };
-    (@arg param_u32 $value:expr) => { crate::backend::Arg::U32($value) };
-    (@count) => { 0 };
-    (@count $head:ident $($tail:ident)*) => { 1 + params!(@count $($tail)*) };
+    (@arg param_u64 $value:expr) => { Arg::U64($value) };
+    (@arg param_u32 $value:expr) => { Arg::U32($value) };
 }
 
 params! {
-    /// Activations, fp16 `[m][k]`.
+    /// Activations `[m][k]`.
     a_ptr: param_u64,
     /// Packed weights.
     b_ptr: param_u64,
-    /// Output, fp16 `[m][n]`.
+    /// Output `[m][n]`.
     c_ptr: param_u64,
     /// Per-column scales, fp16 `[n_padded]`; unused with grouped scales.
     column_scales_ptr: param_u64,
@@ -81,6 +94,66 @@ params! {
     stripe_magic: param_u32,
     /// Its shift.
     stripe_shift: param_u32,
+}
+
+/// The entry parameters of what a [`Kind`] has beside the product; the host fills them in the same order.
+#[derive(Clone, Copy, Debug)]
+pub struct OptionalParams {
+    /// What the product is multiplied by: the bits of an f32.
+    pub factor: Option<Param>,
+    /// A number for each column of C, of C's type.
+    pub bias_ptr: Option<Param>,
+    /// A matrix of C's shape and type, and the bytes from one row of it to the next.
+    pub residual: Option<(Param, Param)>,
+}
+
+/// The values of [`OptionalParams`]; those of others than the kind has are not looked at.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OptionalArguments {
+    /// The bits of the factor.
+    pub factor_bits: u32,
+    /// Address of the bias.
+    pub bias_ptr: u64,
+    /// Address of the residual.
+    pub residual_ptr: u64,
+    /// Bytes from one row of it to the next.
+    pub residual_stride_bytes: u32,
+}
+
+impl OptionalParams {
+    fn declare(a: &mut Asm, kind: &Kind) -> Self {
+        Self {
+            factor: kind.factor.then(|| a.param_u32("factor_bits")),
+            bias_ptr: kind.bias.then(|| a.param_u64("bias_ptr")),
+            residual: kind
+                .residual
+                .then(|| (a.param_u64("residual_ptr"), a.param_u32("residual_stride_bytes"))),
+        }
+    }
+
+    /// Emits the factor, if there is one.
+    pub(super) fn emit_factor(&self, a: &mut Asm) -> Option<Reg<F32>> {
+        self.factor.map(|param| {
+            let (bits, factor) = (load_u32(a, param), a.reg());
+            a.mov_b32_to_f32(factor, bits);
+            factor
+        })
+    }
+}
+
+impl OptionalArguments {
+    fn append(&self, kind: &Kind, list: &mut ArgList) {
+        if kind.factor {
+            list.push(Arg::U32(self.factor_bits));
+        }
+        if kind.bias {
+            list.push(Arg::U64(self.bias_ptr));
+        }
+        if kind.residual {
+            list.push(Arg::U64(self.residual_ptr));
+            list.push(Arg::U32(self.residual_stride_bytes));
+        }
+    }
 }
 
 /// Multiplier and shift with `x / d == mulhi(2 * x, multiplier) >> shift` for `x < 2^31`.

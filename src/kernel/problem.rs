@@ -1,19 +1,96 @@
 //! What is to be computed and how: plain values, each printable, none with behaviour of its own.
 //!
-//! `C[m][n] = A[m][k] * W[k][n]`, A and C fp16 row-major, W quantised and packed. A [`Problem`] is the
-//! layer and the batch; a [`Config`] is one kernel; a [`Plan`] is one launch of it. A configuration has
+//! `C[m][n] = A[m][k] * W[k][n]`, A and C fp16 or bf16, row-major, W quantised and packed. A [`Kind`] is what the
+//! operands are; a [`Problem`] is that, the layer and the batch; a [`Config`] is one kernel; a [`Plan`] is one launch of it. A configuration has
 //! one name, used for the PTX entry, the golden file, the cache entry and the bench row; it parses back.
 
 use std::fmt;
 use std::str::FromStr;
 
-use crate::weights::{Fragments, Group, WeightFormat, format_by_name};
+use crate::weights::{
+    Activation, Fragments, Group, ScaleRow, TileKind, WeightFormat, format_by_name,
+};
+
+/// What is multiplied, and what is done to the product before it is rounded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Kind {
+    /// The weight type's name, see [`crate::weights::FORMATS`].
+    pub format: &'static str,
+    /// What the packed weight's scale rows hold.
+    pub scales: ScaleRow,
+    /// The type of A, C, the bias and the residual.
+    pub activation: Activation,
+    /// The product is multiplied by a factor of the layer's.
+    pub factor: bool,
+    /// A number for each column is added.
+    pub bias: bool,
+    /// A matrix of C's shape is added.
+    pub residual: bool,
+}
+
+impl Kind {
+    /// 4-bit codes with the bias 8 and fp16 scales, fp16 activations: symmetric GPTQ.
+    pub const U4B8: Self = Self {
+        format: "u4b8",
+        scales: ScaleRow::F16,
+        activation: Activation::F16,
+        factor: false,
+        bias: false,
+        residual: false,
+    };
+
+    /// The weight type.
+    pub fn weight_format(&self) -> &'static dyn WeightFormat {
+        format_by_name(self.format).expect("a kind names a registered format")
+    }
+
+    /// The conversion of the weights.
+    pub fn fragments(&self) -> &'static dyn Fragments {
+        self.weight_format().fragments().expect("a kind's weight type has a conversion")
+    }
+
+    /// What tiles of the packed weight hold.
+    pub fn tile(&self) -> TileKind {
+        TileKind::of(self.weight_format(), self.scales)
+    }
+
+    /// The first rule that the parts break together, with their names.
+    pub(super) fn broken_rule(&self, group: Group) -> Option<String> {
+        let Some(fragments) = self.weight_format().fragments() else {
+            return Some(format!("no kernel takes the weight type {}", self.format));
+        };
+        if self.scales == ScaleRow::F16 {
+            return None;
+        }
+        if !matches!(group, Group::Size(16 | 32)) {
+            return Some(format!("scales of one byte with group {group}, they go with 16 and 32"));
+        }
+        let zeros = fragments.zero_bases().is_some();
+        zeros.then(|| format!("scales of one byte beside the zeros of {}", self.format))
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Kind { format, scales, activation, factor, bias, residual } = self;
+        write!(f, "{format} weights, {} activations", activation.name())?;
+        if *scales == ScaleRow::E5m3 {
+            write!(f, ", {E5M3} scales")?;
+        }
+        for (flag, name) in [(factor, "a factor"), (bias, "a bias"), (residual, "a residual")] {
+            if *flag {
+                write!(f, ", {name}")?;
+            }
+        }
+        Ok(())
+    }
+}
 
 /// A matrix product to run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Problem {
-    /// The weight type's name, see [`crate::weights::FORMATS`].
-    pub format: &'static str,
+    /// The operands.
+    pub kind: Kind,
     /// Rows of A and C, the batch. May be 0.
     pub m: u64,
     /// Columns of C, outputs of the layer.
@@ -28,13 +105,17 @@ pub struct Problem {
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Problem { m, n, k, group, rows, .. } = self;
+        let Problem { kind, m, n, k, group, rows } = self;
         let rows = match rows {
             Rows::Whole => "rows by whole runs of 128",
             Rows::Vector => "rows by vectors",
             Rows::Element => "rows by elements",
         };
-        write!(f, "m {m}, n {n}, k {k}, group {}, {rows}", group.raw())
+        write!(f, "m {m}, n {n}, k {k}, group {}, {rows}", group.raw())?;
+        match *kind == Kind::U4B8 {
+            true => Ok(()),
+            false => write!(f, ", {kind}"),
+        }
     }
 }
 
@@ -105,8 +186,8 @@ pub enum Reduction {
 pub struct Config {
     /// The kernel family that builds it.
     pub family: &'static str,
-    /// The weight type's name.
-    pub format: &'static str,
+    /// The operands.
+    pub kind: Kind,
     /// How inputs share scales.
     pub group: Group,
     /// Rows of C that a CTA computes: 1, 2, 4 or a multiple of 8.
@@ -172,25 +253,16 @@ impl Config {
     pub fn num_threads(&self) -> u32 {
         32 * self.num_warps()
     }
-
-    /// The weight type.
-    pub fn weight_format(&self) -> &'static dyn WeightFormat {
-        format_by_name(self.format).expect("a configuration names a registered format")
-    }
-
-    /// The conversion of the weights.
-    pub fn fragments(&self) -> &'static dyn Fragments {
-        self.weight_format().fragments().expect("a configuration's weight type has a conversion")
-    }
 }
 
 impl fmt::Display for Config {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "marlin_{}_{}_f16_m{}n{}k{}_",
+            "marlin_{}_{}_{}_m{}n{}k{}_",
             self.family,
-            self.format,
+            self.kind.format,
+            self.kind.activation.name(),
             self.tile_m,
             self.tile_n,
             128 * self.warps_k
@@ -198,6 +270,9 @@ impl fmt::Display for Config {
         match self.group {
             Group::PerColumn => write!(f, "col")?,
             Group::Size(size) => write!(f, "g{size}")?,
+        }
+        if self.kind.scales == ScaleRow::E5m3 {
+            write!(f, "{E5M3}")?;
         }
         write!(f, "_w{}_s{}_c{}", self.warps_n, self.stages, self.ctas_per_sm)?;
         if self.runs_per_stage != 1 {
@@ -233,9 +308,18 @@ impl fmt::Display for Config {
         if self.evict_first {
             write!(f, "_ef")?;
         }
+        let Kind { factor, bias, residual, .. } = self.kind;
+        for (flag, name) in [(factor, "_gf"), (bias, "_bi"), (residual, "_rs")] {
+            if flag {
+                f.write_str(name)?;
+            }
+        }
         Ok(())
     }
 }
+
+/// What a name says of scales of one byte, after the group.
+const E5M3: &str = "e5m3";
 
 /// The text is no configuration's name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -264,9 +348,11 @@ impl FromStr for Config {
         let format = format.ok_or(error("the weight type is unknown"))?;
         format.fragments().ok_or(error("no kernel takes the weight type"))?;
         let format = format.name();
-        if next("the activation type is missing")? != "f16" {
-            return Err(error("the activation type is unknown"));
-        }
+        let activation = match next("the activation type is missing")? {
+            "f16" => Activation::F16,
+            "bf16" => Activation::Bf16,
+            _ => return Err(error("the activation type is unknown")),
+        };
         let tile = next("the tile is missing")?;
         let sizes = tile.strip_prefix('m').and_then(|sizes| {
             let (m, rest) = sizes.split_once('n')?;
@@ -274,7 +360,12 @@ impl FromStr for Config {
             Some((m.parse().ok()?, n.parse().ok()?, k.parse::<u32>().ok()?))
         });
         let (tile_m, tile_n, tile_k) = sizes.ok_or(error("the tile is not like m16n64k1024"))?;
-        let group = match next("the group is missing")? {
+        let group = next("the group is missing")?;
+        let (group, scales) = match group.strip_suffix(E5M3) {
+            Some(group) => (group, ScaleRow::E5m3),
+            None => (group, ScaleRow::F16),
+        };
+        let group = match group {
             "col" => Group::PerColumn,
             size => {
                 let size = size.strip_prefix('g').and_then(|size| size.parse().ok());
@@ -290,7 +381,7 @@ impl FromStr for Config {
         let ctas_per_sm = number('c', "the number of CTAs per SM (c) is missing")?;
         let mut config = Config {
             family,
-            format,
+            kind: Kind { format, scales, activation, factor: false, bias: false, residual: false },
             group,
             tile_m,
             tile_n,
@@ -323,8 +414,11 @@ impl FromStr for Config {
                 "kt" => config.rows = Rows::Vector,
                 "el" => config.rows = Rows::Element,
                 "ef" => config.evict_first = true,
+                "gf" => config.kind.factor = true,
+                "bi" => config.kind.bias = true,
+                "rs" => config.kind.residual = true,
                 _ => {
-                    let why = "a flag is none of x2, x4, q2, p2, so, sr, sn, fs, r16, kt, el, ef";
+                    let why = "a flag is none of x2, x4, q2, p2, so, sr, sn, fs, r16, kt, el, ef, gf, bi, rs";
                     return Err(error(why));
                 }
             }

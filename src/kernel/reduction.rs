@@ -7,14 +7,14 @@
 //! Source: Marlin paper, "Striped partitioning"; PTX ISA, "Memory Consistency Model" (release and acquire
 //! patterns: the barrier before the release makes all threads' stores cumulative).
 
-use super::epilogue::{
-    Epilogue, Item, Items, Output, Sums, Thread, emit_add, emit_load_halves, emit_zeros,
-};
+use super::elements::emit_load_quad;
+use super::epilogue::{Epilogue, Item, Items, Output, Sums, Thread, emit_add, emit_zeros};
 use super::params::{Params, emit_div, load_u32, load_u64};
 use super::stripe::Segment;
 use crate::asm::Asm;
 use crate::asm::reg::{Label, Reg};
 use crate::asm::types::{B32, B64, Cmp, Special};
+use crate::weights::Activation;
 
 /// The lock of this CTA's output tile.
 fn emit_lock_ptr(a: &mut Asm, params: &Params, segment: &Segment) -> Reg<B64> {
@@ -182,7 +182,7 @@ pub(super) fn emit_f16(a: &mut Asm, epilogue: &Epilogue<'_>, items: &Items, sums
                 let reads = a.reg();
                 a.not_pred(reads, is_bottom);
                 a.and_pred(reads, reads, item.exists);
-                let before = emit_load_halves(a, reads, from);
+                let before = emit_load_quad(a, Activation::F16, reads, from);
                 let sum = emit_add(a, before, part);
                 added.push(Item { sum, ..*item });
             }

@@ -8,7 +8,7 @@ use super::params::magic;
 use super::problem::{Config, Conversion, Plan, Problem, Reduction, Rows, Scaling};
 use super::{FAMILIES, KernelFamily};
 use crate::target::{DeviceSpec, SmArch};
-use crate::weights::Group;
+use crate::weights::{Activation, Group};
 
 pub use super::cost::{Cost, cost};
 
@@ -60,17 +60,29 @@ pub fn check(config: &Config, target: SmArch) -> Result<(), Illegal> {
     if config.reduction == Reduction::F16InPlace && config.rows == Rows::Element {
         return illegal("in-place reduction reads C by 8 bytes, rows allow single elements".into());
     }
-    if config.weight_format().fragments().is_none() {
-        return illegal(format!("no kernel takes the weight type {}", config.format));
-    }
     if let Group::Size(size) = config.group
-        && !Group::PACKED_SIZES.contains(&size)
+        && !Group::SIZES.contains(&size)
     {
-        return illegal(format!("group {size}, kernels have {:?}", Group::PACKED_SIZES));
+        return illegal(format!("group {size}, kernels have {:?}", Group::SIZES));
+    }
+    if let Some(rule) = config.kind.broken_rule(config.group) {
+        return illegal(rule);
+    }
+    if config.reduction == Reduction::F16InPlace
+        && (config.kind.bias || config.kind.residual || config.kind.activation != Activation::F16)
+    {
+        return illegal("in-place reduction adds up in fp16, and nothing else to it".into());
     }
     if config.conversion == Conversion::Subnormal {
-        if config.weight_format().subnormal().is_none() {
-            return illegal(format!("{} has no subnormal conversion", config.format));
+        if config.kind.weight_format().subnormal().is_none() {
+            return illegal(format!("{} has no subnormal conversion", config.kind.format));
+        }
+        if config.kind.activation != Activation::F16 || config.group == Group::Size(16) {
+            let what = config.kind.activation.name();
+            return illegal(format!(
+                "subnormal codes are fp16 numbers, in groups of 32 or more, not {what} in {:?}",
+                config.group
+            ));
         }
         if config.group != Group::PerColumn && config.scaling == Scaling::Fragment {
             return illegal("subnormal fragments cannot be scaled in half precision".into());

@@ -178,6 +178,19 @@ pub enum Error {
         value: f32,
     },
 
+    /// A scale does not go with the others, or not with the form that the packed layout gives it.
+    #[error("the scale of group {group_idx} and output {n} is {value}: {rule}")]
+    ScaleRange {
+        /// The group.
+        group_idx: usize,
+        /// The output.
+        n: usize,
+        /// The scale.
+        value: f32,
+        /// What it does not fit.
+        rule: &'static str,
+    },
+
     /// The weight is understood, but the packed layout or the kernels cannot take it.
     #[error("{what} cannot be packed: {rule}")]
     Unpackable {

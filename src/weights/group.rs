@@ -18,10 +18,8 @@ pub enum Group {
 }
 
 impl Group {
-    /// The sizes that checkpoints may have, beside one scale per column.
+    /// The sizes that checkpoints, the packed layout and the kernels may have, beside one scale per column.
     pub const SIZES: [u32; 4] = [16, 32, 64, 128];
-    /// The sizes that the packed layout and the kernels have, beside one scale per column.
-    pub const PACKED_SIZES: [u32; 3] = [32, 64, 128];
 
     /// The rule that a checkpoint of `k` inputs means by the number `raw`.
     ///

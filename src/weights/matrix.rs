@@ -9,7 +9,7 @@ use half::f16;
 
 use super::scales::ScaleShape;
 use super::zeros::AWQ_FIELD;
-use super::{Error, Group, ScaleOrder, ScaleType, Scales, WeightFormat, ZeroRule, Zeros};
+use super::{Error, Group, ScaleOrder, Scales, WeightFormat, ZeroRule, Zeros};
 
 /// The codes of an N x K weight, in the order of their source. With `p = 32 / bits` codes a word.
 #[derive(Clone, Copy, Debug)]
@@ -313,44 +313,17 @@ impl<'a> QuantMatrix<'a> {
     /// # Errors
     /// [`Error::Unpackable`] naming the part and what can be packed.
     pub fn check_packable(&self) -> Result<(), Error> {
-        let MatrixParts { group, format, codes, scales, zeros, g_idx, .. } = self.parts;
+        let MatrixParts { format, g_idx, .. } = self.parts;
         let refuse = |what: String, rule| Err(Error::Unpackable { what, rule });
         if format.fragments().is_none() {
-            return refuse(
-                format!("a weight of type {}", format.name()),
-                "no kernel takes the type",
-            );
-        }
-        if zeros.is_some() {
-            return refuse("a weight with stored zeros".to_owned(), "no kernel subtracts them");
+            let what = format!("a weight of type {}", format.name());
+            return refuse(what, "no kernel takes the type");
         }
         if g_idx.is_some() {
             let rule = "no kernel gathers activations";
             return refuse("a weight with group indices (act-order)".to_owned(), rule);
         }
-        if let Group::Size(size) = group
-            && !Group::PACKED_SIZES.contains(&size)
-        {
-            return refuse(format!("group size {size}"), "the packed layout has 32, 64 and 128");
-        }
-        if scales.element != ScaleType::F16 || scales.global != 1.0 {
-            let name = scales.element.name();
-            let what = format!("scales of type {name} with a global factor of {}", scales.global);
-            return refuse(what, "the packed layout has f16 scales without a factor");
-        }
-        if !matches!(scales.order, ScaleOrder::Rows | ScaleOrder::Marlin) {
-            return refuse(
-                format!("scales in the order {}", scales.order.name()),
-                "rows are packed",
-            );
-        }
-        match codes {
-            Codes::AwqWords(_) | Codes::PackedRows(_) | Codes::NibblePairs(_) => {
-                let rule = "GPTQ words, Marlin words and bytes are packed";
-                refuse(codes.name().to_owned(), rule)
-            }
-            _ => Ok(()),
-        }
+        Ok(())
     }
 }
 

@@ -20,15 +20,18 @@
 //! # Ok::<(), makaira::weights::Error>(())
 //! ```
 
+mod columns;
 mod e2m1;
 mod e4m3;
 mod error;
+mod fragments;
 mod group;
 mod marlin;
 mod matrix;
 mod pack;
 mod packed_layout;
 mod quantize;
+mod scale_rule;
 mod scales;
 mod u4;
 mod u4b8;
@@ -39,13 +42,14 @@ mod zeros;
 pub use e2m1::E2M1;
 pub use e4m3::E4M3;
 pub use error::Error;
+pub use fragments::{Activation, Fragments, Operands, ZeroBases, emit_zeros};
 pub use group::Group;
 pub use marlin::MarlinTensors;
 pub use matrix::{Codes, MatrixParts, QuantMatrix};
 pub use pack::{PackedWeights, Unpacked, default_threads};
 pub use packed_layout::{
     CHUNK_CHANNELS, CODE_BYTES_PER_TILE, K16_STEPS_PER_HALF, PackedLayout, SCALE_ROW_BYTES,
-    TILE_CHANNELS, TILE_K,
+    ScaleRow, TILE_CHANNELS, TILE_K, TileKind,
 };
 pub use quantize::{Dense, Quantized, quantize};
 pub use scales::{SCALE_BLOCK, ScaleOrder, ScaleType, Scales};
@@ -113,17 +117,6 @@ pub trait WeightFormat: Debug + Sync {
     fn num_codes(&self) -> usize {
         1 << self.bits()
     }
-}
-
-/// The conversion of packed words to numbers that tensor cores multiply.
-pub trait Fragments: Debug + Sync {
-    /// Emits the constants that [`Fragments::emit_fragment`] wants in registers.
-    fn emit_constants(&self, a: &mut Asm) -> Vec<Reg<B32>>;
-
-    /// Emits the conversion of one packed word to the A operand of `mma.m16n8k16` in fp16, unscaled and
-    /// without a stored zero: registers 0 and 2 belong to channel g, 1 and 3 to channel g + 8; 0 and 1 to
-    /// inputs 2c and 2c + 1, 2 and 3 to 2c + 8 and 2c + 9 (see the drawing of [`PackedLayout`]).
-    fn emit_fragment(&self, a: &mut Asm, constants: &[Reg<B32>], word: Reg<B32>) -> [Reg<B32>; 4];
 }
 
 /// A conversion that leaves codes where they lie in the word, as fp16 subnormals: fewer instructions, but what

@@ -1,29 +1,42 @@
-//! The packed layout, version 1: where the code of (k, n) and the scale of (group, n) lie.
+//! The packed layout, version 2: where the code of (k, n), the scale and the zero of (group, n) lie.
 //!
 //! One buffer serves every kernel family and is uploaded in one piece. K is padded to a multiple
 //! of 128 and N to a multiple of 64. A *tile* holds 16 channels (outputs) x 128 inputs:
 //!
 //! ```text
-//! tile     1024 B of codes: u32 words [k64 half h 2][lane 32][k16 step s 4], little endian
-//!          then, if grouped, 32 B per group inside the 128 inputs (1, 2 or 4 of them):
-//!          8 words, word g = f16 scale of channel g (low half) and of channel g + 8 (high half)
-//! word     lane = 4 g + c;  channel in the tile = g + 8 (p % 2) for nibble p (0 = lowest)
+//! tile     codes, then the scale rows of the groups inside the 128 inputs, then their zero rows
+//!
+//! 4 bits   1024 B of codes: u32 words [k64 half h 2][lane 32][k16 step s 4], little endian
+//!          lane = 4 g + c;  channel in the tile = g + 8 (p % 2) for nibble p (0 = lowest)
 //!          input in the tile = 64 h + 16 s + 2 c + p / 4 + 8 (p / 2 % 2)
 //!   nibble       7        6        5        4        3        2        1        0
 //!   channel    g + 8      g      g + 8      g      g + 8      g      g + 8      g
 //!   input k    2c + 9   2c + 9   2c + 1   2c + 1   2c + 8   2c + 8     2c       2c
-//! chunk    four tiles = 64 channels x 128 inputs (4224 B at group 128), contiguous
+//!
+//! 8 bits   2048 B of codes: u32 words [k64 half h 2][pair of k16 steps j 2][lane 32][s % 2 2][f 2], s = 2 j + s % 2
+//!          word f has inputs 64 h + 16 s + 8 f + 2 c (bytes 0, 1) and the next one (bytes 2, 3), the even bytes
+//!          channel g, the odd ones g + 8
+//!
+//! scales   f16: 32 B a group, 8 words, word g = scale of channel g (low half) and of channel g + 8 (high half)
+//!          e5m3: 16 B a group, bytes [g 8][group][channel g, channel g + 8]; a byte b is the f16 of bits b << 7
+//! zeros    32 B a group, or a tile if scales are per column: 8 words, word g = f16 of a number that the type says
+//!          plus the zero, of channel g (low half) and of channel g + 8 (high half)
+//!
+//! chunk    four tiles = 64 channels x 128 inputs (4224 B for 4 bits at group 128), contiguous
 //! buffer   chunks run along K first, then along N:
 //!          tile index = ((n / 64) (K_padded / 128) + k / 128) 4 + n % 64 / 16
 //! ```
 //!
-//! A lane's four words of one half are 16 bytes: the fragments of one m16n8k16 operand for four
-//! k16 steps. A word is a word of the Marlin tensor with nibbles 1, 2 and 5, 6 exchanged, so the
-//! low nibbles of its bytes belong to channel g and the high ones to g + 8.
-//! One scale per column: tiles have no scales; N_padded f16 scales in channel order follow the codes,
-//! at a multiple of 4096 bytes because a chunk then has 4096.
+//! 16 bytes of a lane are the fragments of one m16n8k16 operand for four k16 steps, of 8-bit codes for two. Within
+//! each half of a word a type may order the bits of its codes otherwise ([`Fragments::arrange`]): what is said here
+//! of codes is said of them in order. A 4-bit word is a word of the Marlin tensor with nibbles 1, 2 and 5, 6
+//! exchanged, so the low nibbles of its bytes belong to channel g and the high ones to g + 8.
+//! One scale per column: tiles have no scales; N_padded f16 scales in channel order follow the tiles, at a multiple
+//! of 128 bytes.
+//!
+//! [`Fragments::arrange`]: super::Fragments::arrange
 
-use super::{Error, Group};
+use super::{Error, Group, WeightFormat, ZeroRule};
 
 /// Channels (outputs) of a tile.
 pub const TILE_CHANNELS: usize = 16;
@@ -33,14 +46,87 @@ pub const TILE_K: usize = 128;
 pub const CHUNK_CHANNELS: usize = 64;
 /// Steps of 16 inputs in each of a tile's two halves.
 pub const K16_STEPS_PER_HALF: usize = 4;
-/// Bytes of a tile's codes.
+/// Bytes of a tile's 4-bit codes.
 pub const CODE_BYTES_PER_TILE: usize = TILE_CHANNELS * TILE_K / 2;
-/// Bytes of the scales of one group in a tile.
+/// Bytes of the f16 scales, or of the zeros, of one group in a tile.
 pub const SCALE_ROW_BYTES: usize = 2 * TILE_CHANNELS;
 
 const TILES_PER_CHUNK: usize = CHUNK_CHANNELS / TILE_CHANNELS;
 /// N x K above this is refused: every byte and bit count then fits 64 bits with room.
 const MAX_ELEMENTS: usize = 1 << 48;
+
+/// What the scale rows of a tile hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum ScaleRow {
+    /// f16.
+    F16,
+    /// Bytes of 5 exponent and 3 mantissa bits, without a sign: a byte b is the f16 of bits b << 7. Every e4m3 scale
+    /// times 2^7 is one, and every power of two that f16 has.
+    E5m3,
+}
+
+/// What tiles hold of a weight, beside its group rule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct TileKind {
+    /// Bits of a code: 4 or 8.
+    pub code_bits: u32,
+    /// What the scale rows hold.
+    pub scales: ScaleRow,
+    /// Whether there are zero rows.
+    pub zeros: bool,
+}
+
+impl TileKind {
+    /// Tiles of 4-bit codes with f16 scales: those of [`U4B8`](super::U4B8).
+    pub const U4B8: Self = Self { code_bits: 4, scales: ScaleRow::F16, zeros: false };
+
+    /// The tiles of a weight type.
+    pub fn of(format: &dyn WeightFormat, scales: ScaleRow) -> Self {
+        let zeros = format.zero_rule() == ZeroRule::Stored;
+        Self { code_bits: format.bits(), scales, zeros }
+    }
+
+    /// Bytes of a tile's codes.
+    pub fn code_bytes(&self) -> usize {
+        TILE_CHANNELS * TILE_K * self.code_bits as usize / 8
+    }
+
+    /// Words that hold the codes of a lane's m16n8k16 fragment.
+    pub fn words_per_fragment(&self) -> usize {
+        self.code_bits as usize / 4
+    }
+
+    /// Groups whose scales lie in one tile: 0 with one scale per column.
+    pub fn scale_rows(&self, group: Group) -> usize {
+        match group {
+            Group::PerColumn => 0,
+            Group::Size(size) => TILE_K / size as usize,
+        }
+    }
+
+    /// Bytes of the scales of one group in a tile.
+    pub fn scale_row_bytes(&self) -> usize {
+        match self.scales {
+            ScaleRow::F16 => SCALE_ROW_BYTES,
+            ScaleRow::E5m3 => TILE_CHANNELS,
+        }
+    }
+
+    /// Rows of zeros in one tile.
+    pub fn zero_rows(&self, group: Group) -> usize {
+        if self.zeros { self.scale_rows(group).max(1) } else { 0 }
+    }
+
+    /// Where a tile's zero rows start.
+    pub fn zeros_offset(&self, group: Group) -> usize {
+        self.code_bytes() + self.scale_rows(group) * self.scale_row_bytes()
+    }
+
+    /// Bytes of a tile: codes, scale rows, zero rows.
+    pub fn tile_bytes(&self, group: Group) -> usize {
+        self.zeros_offset(group) + self.zero_rows(group) * SCALE_ROW_BYTES
+    }
+}
 
 /// Sizes and positions of one packed weight; see the module's drawing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +142,9 @@ pub struct PackedLayout {
     pub k_padded: usize,
     /// The group rule, normalised for `k`.
     pub group: Group,
-    /// Bytes of a tile: codes and, if grouped, scales.
+    /// What tiles hold.
+    pub kind: TileKind,
+    /// Bytes of a tile: codes, scales and zeros.
     pub tile_bytes: usize,
     /// Bytes of a chunk of four tiles.
     pub chunk_bytes: usize,
@@ -69,7 +157,7 @@ pub struct PackedLayout {
 }
 
 impl PackedLayout {
-    /// The layout of `n` outputs by `k` inputs.
+    /// The layout of `n` outputs by `k` inputs of 4-bit codes with f16 scales: [`TileKind::U4B8`].
     ///
     /// # Errors
     /// [`Error::Size`] for an empty or absurd shape, and those of [`Group::new`].
@@ -82,15 +170,26 @@ impl PackedLayout {
     /// # Ok::<(), makaira::weights::Error>(())
     /// ```
     pub fn new(n: usize, k: usize, group: Group) -> Result<Self, Error> {
+        let group = if n > 0 && k > 0 { Group::new(k, group.raw())? } else { group };
+        Self::of(n, k, group, TileKind::U4B8)
+    }
+
+    /// The layout of `n` outputs by `k` inputs in tiles of some kind. The last group may be short.
+    ///
+    /// # Errors
+    /// [`Error::Size`] for an empty or absurd shape, and those of [`Group::new`].
+    pub fn of(n: usize, k: usize, group: Group, kind: TileKind) -> Result<Self, Error> {
         let fits = n.checked_mul(k).is_some_and(|elements| (1..MAX_ELEMENTS).contains(&elements));
         if !fits {
             return Err(Error::Size { n, k });
         }
-        let group = Group::new(k, group.raw())?;
+        let group = match group {
+            Group::Size(size) if Group::SIZES.contains(&size) && k > size as usize => group,
+            _ => Group::new(k, group.raw())?,
+        };
         let n_padded = n.next_multiple_of(CHUNK_CHANNELS);
         let k_padded = k.next_multiple_of(TILE_K);
-        let scale_rows = scale_rows_per_tile(group);
-        let tile_bytes = CODE_BYTES_PER_TILE + scale_rows * SCALE_ROW_BYTES;
+        let tile_bytes = kind.tile_bytes(group);
         let codes_bytes = (n_padded / TILE_CHANNELS) * (k_padded / TILE_K) * tile_bytes;
         let (column_scales_offset, total_bytes) = match group {
             Group::Size(_) => (None, codes_bytes),
@@ -102,6 +201,7 @@ impl PackedLayout {
             n_padded,
             k_padded,
             group,
+            kind,
             tile_bytes,
             chunk_bytes: TILES_PER_CHUNK * tile_bytes,
             codes_bytes,
@@ -117,7 +217,7 @@ impl PackedLayout {
 
     /// Groups whose scales lie in one tile: 0 with one scale per column.
     pub fn scale_rows_per_tile(&self) -> usize {
-        scale_rows_per_tile(self.group)
+        self.kind.scale_rows(self.group)
     }
 
     /// Number of tiles along K.
@@ -144,40 +244,55 @@ impl PackedLayout {
         (chunk_idx % self.num_k_tiles() * TILE_K, n)
     }
 
-    /// Bit of the buffer at which the four bits of the code of (k, n) start; bit b is bit b % 8 of
-    /// byte b / 8. Both indices below the padded sizes.
+    /// Bit of the buffer at which the code of (k, n) starts, before the type's arrangement of a word's halves; bit b
+    /// is bit b % 8 of byte b / 8. Both indices below the padded sizes.
     pub fn code_bit(&self, k: usize, n: usize) -> usize {
-        let (word, nibble) = word_and_nibble(k % TILE_K, n % TILE_CHANNELS);
-        8 * (self.tile_idx(k, n) * self.tile_bytes + 4 * word) + 4 * nibble
+        let tile = self.tile_idx(k, n) * self.tile_bytes;
+        let (k, channel) = (k % TILE_K, n % TILE_CHANNELS);
+        let (word, bit) = match self.kind.code_bits {
+            4 => {
+                let (word, nibble) = word_and_nibble(k, channel);
+                (word, 4 * nibble)
+            }
+            _ => {
+                let (word, byte) = word_and_byte(k, channel);
+                (word, 8 * byte)
+            }
+        };
+        8 * (tile + 4 * word) + bit
     }
 
     /// The (k, n) whose code starts at `bit`: the inverse of [`PackedLayout::code_bit`]. None for a
     /// bit that starts no code.
     pub fn code_at(&self, bit: usize) -> Option<(usize, usize)> {
         let (tile_idx, in_tile) = (bit / 8 / self.tile_bytes, bit % (8 * self.tile_bytes));
+        let bits = self.kind.code_bits as usize;
         let is_code = bit < 8 * self.codes_bytes
-            && in_tile < 8 * CODE_BYTES_PER_TILE
-            && in_tile.is_multiple_of(4);
+            && in_tile < 8 * self.kind.code_bytes()
+            && in_tile.is_multiple_of(bits);
         is_code.then(|| {
             let (k, n) = self.tile_origin(tile_idx);
-            let (k_in_tile, channel) = element_of(in_tile / 32, in_tile % 32 / 4);
+            let (word, at) = (in_tile / 32, in_tile % 32 / bits);
+            let (k_in_tile, channel) =
+                if bits == 4 { of_nibble(word, at) } else { of_byte(word, at) };
             (k + k_in_tile, n + channel)
         })
     }
 
-    /// Byte of the buffer at which the f16 scale of (group, n) starts; `group_idx` counts groups of
+    /// Byte of the buffer at which the scale of (group, n) starts; `group_idx` counts groups of
     /// the padded K.
     pub fn scale_byte(&self, group_idx: usize, n: usize) -> usize {
         match (self.group, self.column_scales_offset) {
             (Group::Size(size), _) => {
                 let k = group_idx * size as usize;
-                let row = k % TILE_K / size as usize;
-                let channel = n % TILE_CHANNELS;
-                self.tile_idx(k, n) * self.tile_bytes
-                    + CODE_BYTES_PER_TILE
-                    + row * SCALE_ROW_BYTES
-                    + 4 * (channel % 8)
-                    + 2 * (channel / 8)
+                let (row, channel) = (k % TILE_K / size as usize, n % TILE_CHANNELS);
+                let at = match self.kind.scales {
+                    ScaleRow::F16 => row * SCALE_ROW_BYTES + in_row(channel),
+                    ScaleRow::E5m3 => {
+                        2 * (channel % 8 * self.scale_rows_per_tile() + row) + channel / 8
+                    }
+                };
+                self.tile_idx(k, n) * self.tile_bytes + self.kind.code_bytes() + at
             }
             (Group::PerColumn, offset) => offset.unwrap_or(self.codes_bytes) + 2 * n,
         }
@@ -186,30 +301,61 @@ impl PackedLayout {
     /// The (group, n) whose scale starts at `byte`: the inverse of [`PackedLayout::scale_byte`].
     /// None for a byte that starts no scale.
     pub fn scale_at(&self, byte: usize) -> Option<(usize, usize)> {
-        if byte >= self.total_bytes || !byte.is_multiple_of(2) {
+        if byte >= self.total_bytes {
             return None;
         }
         match (self.group, self.column_scales_offset) {
             (Group::Size(_), _) => {
-                let in_tile = (byte % self.tile_bytes).checked_sub(CODE_BYTES_PER_TILE)?;
+                let in_tile = byte % self.tile_bytes;
+                if in_tile >= self.kind.zeros_offset(self.group) {
+                    return None;
+                }
+                let at = in_tile.checked_sub(self.kind.code_bytes())?;
                 let (k, n) = self.tile_origin(byte / self.tile_bytes);
-                let (row, in_row) = (in_tile / SCALE_ROW_BYTES, in_tile % SCALE_ROW_BYTES);
-                let channel = in_row / 4 + 8 * (in_row % 4 / 2);
+                let (row, channel) = match self.kind.scales {
+                    ScaleRow::F16 => (at / SCALE_ROW_BYTES, of_row(at % SCALE_ROW_BYTES)?),
+                    ScaleRow::E5m3 => {
+                        let pair = at / 2;
+                        let rows = self.scale_rows_per_tile();
+                        (pair % rows, pair / rows + 8 * (at % 2))
+                    }
+                };
                 Some((self.group.index_of(k) + row, n + channel))
             }
-            (Group::PerColumn, offset) => Some((0, byte.checked_sub(offset?)? / 2)),
+            (Group::PerColumn, offset) => {
+                let at = byte.checked_sub(offset?)?;
+                at.is_multiple_of(2).then_some((0, at / 2))
+            }
         }
     }
-}
 
-fn scale_rows_per_tile(group: Group) -> usize {
-    match group {
-        Group::PerColumn => 0,
-        Group::Size(size) => TILE_K / size as usize,
+    /// Byte of the buffer at which the f16 of the zero of the group of input `k` and output `n` starts, if zeros are
+    /// stored; one scale per column has a zero in every tile. Both indices below the padded sizes.
+    pub fn zero_byte(&self, k: usize, n: usize) -> Option<usize> {
+        let row = match self.group {
+            Group::PerColumn => 0,
+            Group::Size(size) => k % TILE_K / size as usize,
+        };
+        self.kind.zeros.then(|| {
+            self.tile_idx(k, n) * self.tile_bytes
+                + self.kind.zeros_offset(self.group)
+                + row * SCALE_ROW_BYTES
+                + in_row(n % TILE_CHANNELS)
+        })
     }
 }
 
-/// Word and nibble, inside a tile, of the code of input `k_in_tile` and channel `channel`.
+/// Byte of a channel in a row of halves.
+fn in_row(channel: usize) -> usize {
+    4 * (channel % 8) + 2 * (channel / 8)
+}
+
+/// The channel whose half starts at a byte of a row.
+fn of_row(byte: usize) -> Option<usize> {
+    byte.is_multiple_of(2).then_some(byte / 4 + 8 * (byte % 4 / 2))
+}
+
+/// Word and nibble, inside a tile, of the 4-bit code of input `k_in_tile` and channel `channel`.
 fn word_and_nibble(k_in_tile: usize, channel: usize) -> (usize, usize) {
     let (h, s, kr) = (k_in_tile / 64, k_in_tile % 64 / 16, k_in_tile % 16);
     let (g, c) = (channel % 8, kr % 8 / 2);
@@ -218,10 +364,25 @@ fn word_and_nibble(k_in_tile: usize, channel: usize) -> (usize, usize) {
 }
 
 /// Input and channel, inside a tile, of nibble `p` of word `word`.
-fn element_of(word: usize, p: usize) -> (usize, usize) {
+fn of_nibble(word: usize, p: usize) -> (usize, usize) {
     let (h, lane, s) = (word / 128, word % 128 / 4, word % 4);
     let (g, c) = (lane / 4, lane % 4);
     (64 * h + 16 * s + 2 * c + p / 4 + 8 * (p / 2 % 2), g + 8 * (p % 2))
+}
+
+/// Word and byte, inside a tile, of the 8-bit code of input `k_in_tile` and channel `channel`.
+fn word_and_byte(k_in_tile: usize, channel: usize) -> (usize, usize) {
+    let (pair, s, kr) = (k_in_tile / 32, k_in_tile % 32 / 16, k_in_tile % 16);
+    let (g, c) = (channel % 8, kr % 8 / 2);
+    let word = (32 * pair + 4 * g + c) * 4 + 2 * s + kr / 8;
+    (word, 2 * (kr % 2) + channel / 8)
+}
+
+/// Input and channel, inside a tile, of byte `p` of word `word`.
+fn of_byte(word: usize, p: usize) -> (usize, usize) {
+    let (pair, lane, s, f) = (word / 128, word % 128 / 4, word % 4 / 2, word % 2);
+    let (g, c) = (lane / 4, lane % 4);
+    (32 * pair + 16 * s + 8 * f + 2 * c + p / 2, g + 8 * (p % 2))
 }
 
 #[cfg(test)]
@@ -230,25 +391,36 @@ mod tests {
 
     use super::*;
 
+    fn kinds() -> impl Strategy<Value = TileKind> {
+        let scales = prop::sample::select(vec![ScaleRow::F16, ScaleRow::E5m3]);
+        (prop::sample::select(vec![4, 8]), scales, any::<bool>())
+            .prop_map(|(code_bits, scales, zeros)| TileKind { code_bits, scales, zeros })
+    }
+
     fn layouts() -> impl Strategy<Value = PackedLayout> {
-        (1usize..200, 1usize..12, prop::sample::select(vec![-1i64, 32, 64, 128]), 0usize..32)
-            .prop_map(|(n, groups, raw, odd)| {
+        let raw = prop::sample::select(vec![-1i64, 16, 32, 64, 128]);
+        (1usize..200, 1usize..12, raw, 0usize..32, kinds()).prop_map(
+            |(n, groups, raw, odd, kind)| {
                 let k = if raw < 0 { groups * 40 + odd } else { groups * raw as usize };
                 let group = Group::new(k, raw).expect("k is a multiple of the group");
-                PackedLayout::new(n, k, group).expect("small")
-            })
+                PackedLayout::of(n, k, group, kind).expect("small")
+            },
+        )
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(48))]
+        #![proptest_config(ProptestConfig::with_cases(64))]
 
         #[test]
-        fn codes_and_scales_fill_the_buffer_without_overlap(layout in layouts()) {
+        fn codes_scales_and_zeros_fill_the_buffer_without_overlap(layout in layouts()) {
             let mut owner = vec![0u8; layout.total_bytes];
+            let code_mask = if layout.kind.code_bits == 4 { 0xf } else { 0xff };
+            let grouped = layout.group != Group::PerColumn;
+            let scale_bytes = if grouped { layout.kind.scale_row_bytes() / TILE_CHANNELS } else { 2 };
             for n in 0..layout.n_padded {
                 for k in 0..layout.k_padded {
                     let bit = layout.code_bit(k, n);
-                    let mask = 0xf << (bit % 8);
+                    let mask = code_mask << (bit % 8);
                     prop_assert_eq!(owner[bit / 8] & mask, 0, "({}, {})", k, n);
                     owner[bit / 8] |= mask;
                     prop_assert_eq!(layout.code_at(bit), Some((k, n)));
@@ -256,15 +428,24 @@ mod tests {
                 }
                 for group_idx in 0..layout.group.num_groups(layout.k_padded) {
                     let byte = layout.scale_byte(group_idx, n);
+                    prop_assert!(owner[byte..byte + scale_bytes].iter().all(|owner| *owner == 0));
+                    owner[byte..byte + scale_bytes].fill(0xff);
+                    prop_assert_eq!(layout.code_at(8 * byte), None);
+                    prop_assert_eq!(layout.scale_at(byte), Some((group_idx, n)));
+                    prop_assert!(scale_bytes == 1 || layout.scale_at(byte + 1).is_none());
+                }
+                let per_zero = if layout.group == Group::PerColumn { TILE_K } else { layout.group.raw() as usize };
+                for k in (0..layout.k_padded).step_by(per_zero) {
+                    let Some(byte) = layout.zero_byte(k, n) else { continue };
                     prop_assert_eq!(&owner[byte..byte + 2], &[0, 0]);
                     owner[byte..byte + 2].fill(0xff);
-                    prop_assert_eq!(layout.scale_at(byte), Some((group_idx, n)));
-                    prop_assert_eq!(layout.scale_at(byte + 1), None);
+                    prop_assert_eq!(layout.scale_at(byte), None);
                     prop_assert_eq!(layout.code_at(8 * byte), None);
+                    prop_assert_eq!(layout.zero_byte(k + per_zero - 1, n), Some(byte));
                 }
             }
             prop_assert!(owner.iter().all(|&byte| byte == 0xff), "no byte is left over");
-            prop_assert!(layout.column_scales_offset.is_none_or(|offset| offset % 4096 == 0));
+            prop_assert!(layout.column_scales_offset.is_none_or(|offset| offset % 128 == 0));
         }
     }
 
@@ -280,6 +461,21 @@ mod tests {
         assert_eq!(layout.scale_byte(1, 97), tile * 1056 + 1024 + 4);
         assert_eq!(layout.scale_byte(1, 105), tile * 1056 + 1024 + 6);
         assert_eq!(layout.total_bytes, 128 / 16 * 2 * 1056);
+        let bytes = TileKind { code_bits: 8, scales: ScaleRow::F16, zeros: true };
+        let layout = PackedLayout::of(128, 256, Group::Size(64), bytes).expect("small");
+        assert_eq!(layout.tile_bytes, 2048 + 2 * 32 + 2 * 32);
+        // The same element: pair of steps 3 (half 1, steps 2 and 3), step 0 of it, inputs below 8.
+        let word = (32 * 3 + 4 + 2) * 4;
+        assert_eq!(layout.code_bit(229, 97), 8 * (tile * 2176 + 4 * word + 2));
+        assert_eq!(layout.code_bit(229 + 8, 105), 8 * (tile * 2176 + 4 * (word + 1) + 3));
+        assert_eq!(layout.zero_byte(229, 105), Some(tile * 2176 + 2048 + 64 + 32 + 6));
+        let nvfp4 = TileKind { code_bits: 4, scales: ScaleRow::E5m3, zeros: false };
+        let layout = PackedLayout::of(128, 256, Group::Size(16), nvfp4).expect("small");
+        assert_eq!(layout.tile_bytes, 1024 + 8 * 16);
+        assert_eq!(
+            layout.scale_byte(229 / 16, 105),
+            tile * 1152 + 1024 + 16 + 2 * (229 % 128 / 16) + 1
+        );
         let layout = PackedLayout::new(65, 129, Group::PerColumn).expect("small");
         assert_eq!((layout.n_padded, layout.k_padded, layout.tile_bytes), (128, 256, 1024));
         assert_eq!(layout.scale_byte(0, 64), 8 * 2 * 1024 + 128);

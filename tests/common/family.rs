@@ -2,7 +2,9 @@
 
 use std::collections::HashSet;
 
-use makaira::kernel::{Config, Conversion, FAMILIES, Reduction, Rows, Scaling, Start, select};
+use makaira::kernel::{
+    Config, Conversion, FAMILIES, Kind, Reduction, Rows, Scaling, Start, select,
+};
 use makaira::target::SmArch;
 use makaira::weights::Group;
 
@@ -46,7 +48,7 @@ pub fn wgmma() -> Vec<Config> {
                     ] {
                         family.push(Config {
                             family: "sm90wg",
-                            format: "u4b8",
+                            kind: Kind::U4B8,
                             group,
                             tile_m,
                             tile_n,

@@ -9,7 +9,7 @@
 //! second operand lies in the shared image, for 8 columns with the 128-byte swizzle (the image twice, so that
 //! all eight rows of the pattern have values, from the second k16 step on), for more without one.
 
-use makaira::asm::isa::wgmma::{Wgmma, WgmmaM64K16F32F16};
+use makaira::asm::isa::wgmma::Wgmma;
 use makaira::asm::isa::{Effect, Inst, Row, TargetSet, alu};
 use makaira::asm::reg::{AnyReg, Out, Param, Reg, Region, Role};
 use makaira::asm::types::{B16, B32, B64, Class, Cmp, F32, Pred, RegClass, Special};
@@ -48,9 +48,11 @@ fn descriptor(n: u32) -> u64 {
     }
 }
 
-fn product(inst: &Inst) -> Option<&WgmmaM64K16F32F16> {
+/// The columns of a product and its descriptor.
+fn product(inst: &Inst) -> Option<(u32, Reg<B64>)> {
     match inst {
-        Inst::Wgmma(Wgmma::WgmmaM64K16F32F16(product)) => Some(product),
+        Inst::Wgmma(Wgmma::WgmmaM64K16F32F16(product)) => Some((product.n.0, product.b.0)),
+        Inst::Wgmma(Wgmma::WgmmaM64K16F32Bf16(product)) => Some((product.n.0, product.b.0)),
         _ => None,
     }
 }
@@ -124,15 +126,15 @@ impl RowKernel {
         let words = asm.regs::<B32, 4>();
         asm.ld_global_v4_b32(words, memory.at(IMAGE as i32));
         asm.when(is_first, |asm| asm.st_shared_v4_b32(shared.at(0).within(image), words));
-        if let Some(product) = product(&self.inst) {
-            let (units, desc) = (asm.reg(), product.b.0);
+        if let Some((n, desc)) = product(&self.inst) {
+            let units = asm.reg();
             asm.when(is_first, |asm| {
                 asm.st_shared_v4_b32(shared.at(IMAGE as u32).within(image), words);
             });
             asm.fence_proxy_async_shared_cta();
             asm.mov_u32_smem(units);
             asm.shr_u32(units, units, 4);
-            asm.mad_wide_u32(desc, units, 1, descriptor(product.n.0));
+            asm.mad_wide_u32(desc, units, 1, descriptor(n));
         }
         asm.bar_sync(0);
 

@@ -109,3 +109,30 @@ pub fn value_of_half(bits: u16) -> f32 {
         _ => sign * (units(bits & 0x7fff) as f64 * 2f64.powi(-24)) as f32,
     }
 }
+
+/// The bf16 number nearest to a value, the even one of two.
+pub fn nearest_bfloat(value: f64) -> u16 {
+    if value.is_nan() {
+        return 0x7fff;
+    }
+    let (magnitude, sign) = (value.abs(), u16::from(value.is_sign_negative()) << 15);
+    // As if the exponents went on.
+    let of = |code: u16| match code {
+        0x7f80 => 2f64.powi(128),
+        code => f64::from(value_of_bfloat(code)),
+    };
+    let (mut below, mut above) = (0u16, 0x7f80u16);
+    if magnitude >= of(above) {
+        return sign | above;
+    }
+    while above - below > 1 {
+        let middle = below.midpoint(above);
+        if of(middle) <= magnitude { below = middle } else { above = middle }
+    }
+    let (down, up) = (magnitude - of(below), of(above) - magnitude);
+    sign | if up < down || (up == down && below % 2 == 1) { above } else { below }
+}
+
+pub fn value_of_bfloat(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
+}

@@ -2,7 +2,10 @@
 //! a look at the rows' meanings. Numbers are exact integers wherever they can be; who holds which element of
 //! a fragment is written out from the ISA's figures and not asked from the crate.
 
-use super::row_numbers::{fused, half_fma, half_of_float, halves, rounded, units, value_of_half};
+use super::row_numbers::{
+    fused, half_fma, half_of_float, halves, nearest_bfloat, rounded, units, value_of_bfloat,
+    value_of_half,
+};
 
 /// One warp's worth of values: `[slot][lane]`, and the images.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -166,6 +169,14 @@ fn memory(
     if num_out == 1 { vec![old] } else { Vec::new() }
 }
 
+/// An element of a product, an integer of 1/2^24.
+fn element_units(form: &Form, bits: u16) -> i64 {
+    match form.opcode.contains("bf16") {
+        true => (f64::from(value_of_bfloat(bits)) * 2f64.powi(24)) as i64,
+        false => i64::try_from(units(bits)).expect("integers of 1/2^24"),
+    }
+}
+
 /// Instructions that the warp executes together.
 fn collective(form: &Form, num_out: usize, before: &State) -> Vec<[u64; 32]> {
     let mut out = vec![[0; 32]; num_out];
@@ -185,7 +196,7 @@ fn collective(form: &Form, num_out: usize, before: &State) -> Vec<[u64; 32]> {
         }
     } else {
         // PTX ISA, figures of "Matrix Fragments for mma.m16n8k16": groupID = lane / 4, t = lane % 4.
-        let half = |bits: u64| i64::try_from(units(bits as u16)).expect("integers of 1/2^24");
+        let half = |bits: u64| element_units(form, bits as u16);
         let (mut a, mut b) = ([[0; 16]; 16], [[0; 8]; 16]);
         for lane in 0..32 {
             let (group, t) = (lane / 4, lane % 4);
@@ -220,7 +231,7 @@ fn warpgroup_product(form: &Form, before: &State) -> Vec<[u64; 32]> {
     let n: usize = if form.opcode.contains("m64n8k16") { 8 } else { 16 };
     let element = |at: usize| {
         let bytes = [before.shared[at % 512], before.shared[at % 512 + 1]];
-        i64::try_from(units(u16::from_le_bytes(bytes))).expect("integers of 1/2^24")
+        element_units(form, u16::from_le_bytes(bytes))
     };
     let b = |k: usize, column: usize| match n {
         // 128 bytes a column, the second 32 of them, pieces of 16 exchanged by the column's number.
@@ -228,7 +239,7 @@ fn warpgroup_product(form: &Form, before: &State) -> Vec<[u64; 32]> {
         _ => element(256 * (column / 8) + 128 * (k / 8) + 16 * (column % 8) + 2 * (k % 8)),
     };
     let num_d = n / 2;
-    let half = |bits: u64| i64::try_from(units(bits as u16)).expect("integers of 1/2^24");
+    let half = |bits: u64| element_units(form, bits as u16);
     let mut a = [[0; 16]; 16];
     for lane in 0..32 {
         let (group, t) = (lane / 4, lane % 4);
@@ -367,6 +378,15 @@ fn pure(form: &Form, num_out: usize, s: &[u64]) -> Vec<u64> {
         "cvt.rn.f16x2.f32" => {
             u64::from(half_of_float(float(1))) + (u64::from(half_of_float(float(0))) << 16)
         }
+        "cvt.rn.bf16.f32" => u64::from(nearest_bfloat(float(0).into())),
+        "cvt.rn.bf16x2.f32" => {
+            let half = |n: usize| u64::from(nearest_bfloat(float(n).into()));
+            half(1) + (half(0) << 16)
+        }
+        "fma.rn.bf16x2" => halves(s, |operands| {
+            let [a, b, c] = operands.map(value_of_bfloat);
+            nearest_bfloat(fused(a, b, c))
+        }),
         "add.f16x2" => halves(s, |[a, b, _]| half_fma(a, 0x3c00, b)),
         "sub.f16x2" => halves(s, |[a, b, _]| half_fma(a, 0x3c00, b ^ 0x8000)),
         // A product alone keeps its zero's sign: add a zero of that sign.

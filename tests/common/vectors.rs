@@ -88,15 +88,16 @@ impl Vectors {
     /// NaN is as good as another.
     pub fn difference(&self, kernel: &RowKernel, case: &Case, got: &State) -> Option<String> {
         let text = &case.text;
+        let is_bf16 = text.contains("bf16");
         let same = |n: usize, a: u64, b: u64| {
             a == b
                 || self.source == COMPUTED
-                    && match (kernel.outputs[n], text.contains("f16x2"), text.contains(".f16")) {
+                    && match (kernel.outputs[n], text.contains("f16x2"), text.contains("f16")) {
                         (Class::F32, ..) => nan32(a) && nan32(b),
-                        (Class::B16, _, true) => nan16(a) && nan16(b),
+                        (Class::B16, _, true) => nan16(a, is_bf16) && nan16(b, is_bf16),
                         (Class::B32, true, _) => [0, 16].into_iter().all(|shift| {
                             let (a, b) = (a >> shift, b >> shift);
-                            a & 0xffff == b & 0xffff || nan16(a) && nan16(b)
+                            a & 0xffff == b & 0xffff || nan16(a, is_bf16) && nan16(b, is_bf16)
                         }),
                         _ => false,
                     }
@@ -134,8 +135,8 @@ fn nan32(bits: u64) -> bool {
     f32::from_bits(bits as u32).is_nan()
 }
 
-fn nan16(bits: u64) -> bool {
-    bits & 0x7fff > 0x7c00
+fn nan16(bits: u64, is_bf16: bool) -> bool {
+    bits & 0x7fff > if is_bf16 { 0x7f80 } else { 0x7c00 }
 }
 
 fn parse_image(text: &str) -> Option<(Vec<u8>, Vec<u8>)> {
@@ -221,10 +222,8 @@ pub fn compute(row: &Row) -> Vectors {
         let is_product = row.text.starts_with("wgmma.mma_async");
         let has_places = row.access_bytes > 0 || is_product;
         let mut image = || match has_places {
-            // Small integers: products and sums are exact in any order.
             true if is_product => (0..IMAGE / 2)
-                .map(|_| half::f16::from_f32(random.below(33) as f32 - 16.0))
-                .flat_map(half::f16::to_le_bytes)
+                .flat_map(|_| small_integer(row.text, &mut random).to_le_bytes())
                 .collect(),
             true => (0..IMAGE).map(|_| random.next() as u8).collect(),
             false => vec![0; IMAGE],
@@ -276,6 +275,11 @@ const HALVES: [u16; 16] = [
     0, 1, 2, 0x03ff, 0x0400, 0x0401, 0x1400, 0x3bff, 0x3c00, 0x3c01, 0x6400, 0x64ff, 0x7bff,
     0x7c00, 0x7e00, 0x7c01,
 ];
+/// The same in bf16, and numbers so far apart that a sum is all but one of them.
+const BFLOATS: [u32; 16] = [
+    0, 1, 2, 0x007f, 0x0080, 0x0081, 0x2f80, 0x3f7f, 0x3f80, 0x3f81, 0x4300, 0x437f, 0x7f7f,
+    0x7f80, 0x7fc0, 0x7f81,
+];
 const FLOATS: [u32; 20] = [
     0,
     1,
@@ -298,6 +302,15 @@ const FLOATS: [u32; 20] = [
     0x7fc0_0000,
     0x7f80_0001,
 ];
+
+/// An integer from -16 to 16 in the type of the instruction's elements: products and sums are exact in any order.
+fn small_integer(text: &str, random: &mut Random) -> u16 {
+    let value = random.below(33) as f32 - 16.0;
+    match text.contains("bf16") {
+        true => half::bf16::from_f32(value).to_bits(),
+        false => half::f16::from_f32(value).to_bits(),
+    }
+}
 
 /// The values of input slot `slot` in the `round`-th case.
 fn inputs(kernel: &RowKernel, slot: usize, round: usize, random: &mut Random) -> [u64; 32] {
@@ -327,9 +340,16 @@ fn inputs(kernel: &RowKernel, slot: usize, round: usize, random: &mut Random) ->
             _ => (0x3f00_0000 + random.below(1 << 24)) | sign(random) << 31,
         }),
         Class::B32 if is_matrix => {
-            // Small integers: products and sums are exact in any order.
-            let mut integer = || half::f16::from_f32(random.below(33) as f32 - 16.0).to_bits();
-            u64::from(integer()) | u64::from(integer()) << 16
+            let mut integer = || u64::from(small_integer(&text, random));
+            integer() | integer() << 16
+        }
+        Class::B32 if opcode.contains("bf16x2") => {
+            let mut half = || match random.below(3) {
+                0 => random.next() as u32 & 0xffff,
+                1 => random.pick(&BFLOATS) | sign(random) << 15,
+                _ => (0x3f00 + random.below(0x100)) | sign(random) << 15,
+            };
+            u64::from(half()) | u64::from(half()) << 16
         }
         Class::B32 if opcode.contains("f16x2") => {
             u64::from(half(random)) | u64::from(half(random)) << 16

@@ -19,7 +19,7 @@ use makaira::asm::reg::{Imm, In};
 use makaira::backend::{Backend, DevicePtr, Error, Kernel, Launch, Stream};
 use makaira::emu::{Category, EmuBackend, EmuError, Fault, LaunchReport, Options};
 use makaira::gemm::{Gemm, Matrix};
-use makaira::kernel::{Config, Problem, select};
+use makaira::kernel::{Config, Kind, Problem, select};
 use makaira::target::DeviceSpec;
 use makaira::weights::{Dense, PackedWeights, quantize};
 
@@ -240,7 +240,7 @@ impl Case {
         let c_ptr = backend.alloc(2 * self.m * self.n as u64).expect("the matrix fits");
         let (n, k) = (self.n as u32, self.k as u32);
         let problem =
-            Problem { format: "u4b8", m: self.m, n, k, group: config.group, rows: config.rows };
+            Problem { kind: Kind::U4B8, m: self.m, n, k, group: config.group, rows: config.rows };
         let cost = select::cost(&config, &problem, backend.device(), self.stripe);
         let choice = select::Choice { config, stripe: self.stripe, cost };
         let prepared = gemm.prepare_choice(choice).expect("the configuration is legal");

@@ -7,7 +7,7 @@
 use std::collections::HashSet;
 
 use makaira::kernel::select;
-use makaira::kernel::{Config, Problem, Reduction, Rows};
+use makaira::kernel::{Config, Kind, Problem, Reduction, Rows};
 use makaira::target::SmArch;
 use makaira::weights::Group;
 
@@ -24,7 +24,7 @@ fn family(target: SmArch) -> Vec<Config> {
     for m in [1, 2, 4, 8, 16, 32, 48, 64] {
         for group in [Group::PerColumn, Group::Size(32), Group::Size(64), Group::Size(128)] {
             for rows in [Rows::Whole, Rows::Vector, Rows::Element] {
-                let problem = Problem { format: "u4b8", m, n: 4096, k: 4096, group, rows };
+                let problem = Problem { kind: Kind::U4B8, m, n: 4096, k: 4096, group, rows };
                 // The wgmma family has a test of its own, with shapes that its stages allow.
                 let candidates = select::candidates(&problem, target).into_iter();
                 for config in candidates.filter(|config| config.family != "sm90wg") {

@@ -1,7 +1,9 @@
 //! Laws: any small product is right, names parse back, divisions are exact.
 
 use makaira::kernel::params::magic;
-use makaira::kernel::{Config, Conversion, FAMILIES, Problem, Reduction, Rows, Start, select};
+use makaira::kernel::{
+    Config, Conversion, FAMILIES, Kind, Problem, Reduction, Rows, Start, select,
+};
 use makaira::target::SmArch;
 use makaira::weights::Group;
 use proptest::prelude::*;
@@ -162,7 +164,7 @@ proptest! {
             l2_bytes: 40 << 20,
             smem_per_cta_bytes: arch.spec().expect("in the table").smem_per_cta_bytes,
         };
-        let problem = Problem { format: "u4b8", m, n, k, group, rows: Rows::Whole };
+        let problem = Problem { kind: Kind::U4B8, m, n, k, group, rows: Rows::Whole };
         let choice = select::choose(&problem, &device).expect("every size has a kernel");
         select::check(&choice.config, arch).expect("what is chosen is legal");
         prop_assert_eq!(select::choose(&problem, &device).expect("again"), choice);

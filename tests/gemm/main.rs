@@ -16,4 +16,5 @@ mod operands;
 mod shapes;
 mod stripes;
 mod support;
+mod types;
 mod wgmma;

@@ -5,7 +5,7 @@ use makaira::backend::{DevicePtr, Stream};
 use makaira::emu::EmuBackend;
 use makaira::gemm::{Error, Matrix};
 use makaira::kernel::select::{self, MAX_ROW_STRIDE_BYTES};
-use makaira::kernel::{Config, Problem, Rows};
+use makaira::kernel::{Config, Kind, Problem, Rows};
 use makaira::target::{DeviceSpec, PtxIsa, SmArch};
 use makaira::weights::Group;
 use proptest::prelude::*;
@@ -161,7 +161,7 @@ proptest! {
         ]),
     ) {
         let config: Config = name.parse().expect("a name");
-        let problem = Problem { format: "u4b8", m, n, k, group: config.group, rows: Rows::Whole };
+        let problem = Problem { kind: Kind::U4B8, m, n, k, group: config.group, rows: Rows::Whole };
         let (k_tiles, num_tiles) = (k.div_ceil(128), n.div_ceil(config.tile_n));
         let stripe = 1 + stripe_of % (k_tiles * num_tiles);
         let mut next = 0;
@@ -317,7 +317,7 @@ fn b57_cards_before_ampere_are_refused() {
         let device = device_of(SmArch::baseline(sm));
         for rows in [Rows::Whole, Rows::Vector, Rows::Element] {
             let problem =
-                Problem { format: "u4b8", m: 1, n: 4096, k: 4096, group: Group::Size(128), rows };
+                Problem { kind: Kind::U4B8, m: 1, n: 4096, k: 4096, group: Group::Size(128), rows };
             let error = select::choose(&problem, &device).expect_err("no kernel runs there");
             let text = error.to_string();
             assert!(text.contains(&format!("sm_{sm}")) && text.contains("sm80"), "{text}");
@@ -345,7 +345,7 @@ fn b65_shared_memory_limits_are_kept() {
         for m in [1, 8, 16, 32, 48, 64, 1000] {
             for group in [Group::PerColumn, Group::Size(32), Group::Size(128)] {
                 let problem =
-                    Problem { format: "u4b8", m, n: 4096, k: 4096, group, rows: Rows::Whole };
+                    Problem { kind: Kind::U4B8, m, n: 4096, k: 4096, group, rows: Rows::Whole };
                 let choice = select::choose(&problem, &device_of(arch)).expect("a kernel");
                 let family = select::family_of(&choice.config);
                 assert!(family.smem_bytes(&choice.config) <= spec.smem_per_cta_bytes, "{choice:?}");

@@ -3,7 +3,7 @@
 //! On the emulator the dimension that plays no part in a fault is cut down.
 
 use makaira::gemm::Error;
-use makaira::kernel::{Problem, Rows, select};
+use makaira::kernel::{Kind, Problem, Rows, select};
 use makaira::weights::{Group, PackedLayout};
 
 use crate::support::{
@@ -37,7 +37,7 @@ fn verdict(device: &Device, n: usize, k: usize, group: i64) {
     PackedLayout::new(n, k, group).expect("every size is padded");
     for m in [1, 2, 7, 16, 17, 33, 64, 65, 4096, 1 << 33] {
         for rows in [Rows::Whole, Rows::Vector, Rows::Element] {
-            let problem = Problem { format: "u4b8", m, n: n as u32, k: k as u32, group, rows };
+            let problem = Problem { kind: Kind::U4B8, m, n: n as u32, k: k as u32, group, rows };
             select::choose(&problem, device.backend.device()).expect("one verdict for every batch");
         }
     }

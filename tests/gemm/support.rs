@@ -18,7 +18,7 @@ use makaira::emu::{EmuBackend, Options};
 use makaira::gemm::{Error, Gemm, Matrix, Prepared, Weight, Workspace};
 use makaira::jit::GpuBackend;
 use makaira::kernel::select::{self, Choice};
-use makaira::kernel::{Config, Problem, Reduction, Rows, Scaling};
+use makaira::kernel::{Config, Kind, Problem, Reduction, Rows, Scaling};
 use makaira::layout::f16_from_f64;
 use makaira::weights::{Codes, Group, PackedWeights, QuantMatrix, ScaleOrder, Scales, U4B8};
 
@@ -232,7 +232,7 @@ impl Setup {
 
     pub fn problem(&self, m: usize, rows: Rows) -> Problem {
         let Layer { n, k, group, .. } = self.layer;
-        Problem { format: "u4b8", m: m as u64, n: n as u32, k: k as u32, group, rows }
+        Problem { kind: Kind::U4B8, m: m as u64, n: n as u32, k: k as u32, group, rows }
     }
 
     /// A configuration and stripe length of the test's choice.

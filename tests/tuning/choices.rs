@@ -9,7 +9,7 @@ use makaira::emu::EmuBackend;
 use makaira::gemm::{Gemm, Matrix};
 use makaira::jit::{GpuBackend, Loader, Store, TuneStore, Winner};
 use makaira::kernel::select::{self, Choice};
-use makaira::kernel::{Problem, Rows};
+use makaira::kernel::{Kind, Problem, Rows};
 use makaira::weights::{Dense, Group, PackedWeights, quantize};
 
 use crate::build::stub;
@@ -20,7 +20,7 @@ const K: usize = 2048;
 
 fn problem(m: u64) -> Problem {
     let group = Group::Size(128);
-    Problem { format: "u4b8", m, n: N as u32, k: K as u32, group, rows: Rows::Whole }
+    Problem { kind: Kind::U4B8, m, n: N as u32, k: K as u32, group, rows: Rows::Whole }
 }
 
 /// A stand-in for a card with a driver of some version.

@@ -8,7 +8,7 @@
 use super::{isa, ptx};
 use crate::asm::reg::{Imm, In, Out, Param, Use, Vector};
 use crate::asm::types::{B16, B32, B64, Cmp, F32, Pred, Special};
-use crate::layout::f16_from_f64;
+use crate::layout::{bf16_from_f64, f16_from_f64};
 
 isa! {
     /// Integer, logic, conversion and comparison instructions.
@@ -23,6 +23,9 @@ isa! {
     /// Moves a single-precision value.
     mov_f32 = MovF32 { d: Out<F32>, a: In<F32> }
         "mov.f32 {d}, {a};", ptx(7, 0, 70), Lane, Pure, |m, l, i| { let a = m.get(l, i.a)?; m.set(l, i.d, a); }
+    /// The single-precision value of 32 bits.
+    mov_b32_to_f32 = MovB32ToF32 { d: Out<F32>, a: Use<B32> }
+        "mov.b32 {d}, {a};", ptx(7, 0, 70), Lane, Pure, |m, l, i| { let a = m.get(l, i.a)?; m.set(l, i.d, f32::from_bits(a)); }
     /// Reads a 32-bit special register.
     mov_u32_special = MovU32Special { d: Out<B32>, a: Special }
         "mov.u32 {d}, {a};", ptx(7, 0, 70), Lane, Pure, |m, l, i| { let a = m.special(l, i.a); m.set(l, i.d, a); }
@@ -147,6 +150,15 @@ isa! {
         "cvt.rn.f16x2.f32 {d}, {a}, {b};", ptx(7, 0, 80), Lane, Pure, |m, l, i| {
             let hi = m.get(l, i.a)?; let lo = m.get(l, i.b)?;
             m.set(l, i.d, u32::from(f16_from_f64(lo.into()).to_bits()) | u32::from(f16_from_f64(hi.into()).to_bits()) << 16);
+        }
+    /// Rounds single precision to bf16, to nearest even.
+    cvt_rn_bf16_f32 = CvtRnBf16F32 { d: Out<B16>, a: Use<F32> }
+        "cvt.rn.bf16.f32 {d}, {a};", ptx(7, 0, 80), Lane, Pure, |m, l, i| { let a = m.get(l, i.a)?; m.set(l, i.d, bf16_from_f64(a.into()).to_bits()); }
+    /// Rounds two single-precision values to bf16; `a` goes to the high half, `b` to the low one.
+    cvt_rn_bf16x2_f32 = CvtRnBf16x2F32 { d: Out<B32>, a: Use<F32>, b: Use<F32> }
+        "cvt.rn.bf16x2.f32 {d}, {a}, {b};", ptx(7, 0, 80), Lane, Pure, |m, l, i| {
+            let hi = m.get(l, i.a)?; let lo = m.get(l, i.b)?;
+            m.set(l, i.d, u32::from(bf16_from_f64(lo.into()).to_bits()) | u32::from(bf16_from_f64(hi.into()).to_bits()) << 16);
         }
 }
 

@@ -1,6 +1,6 @@
 //! Packed half-precision arithmetic.
 //!
-//! Each half of a register is an fp16 value; results are rounded once, to nearest even, and subnormals
+//! Each half of a register is an fp16 (or bf16) value; results are rounded once, to nearest even, and subnormals
 //! are kept. Products and sums are formed in f64, which holds them exactly, and rounded by our own
 //! conversion: going through f32 would round a fused multiply-add twice.
 //! PTX takes no immediates here.
@@ -9,7 +9,7 @@
 use super::{isa, ptx};
 use crate::asm::reg::{Out, Use};
 use crate::asm::types::B32;
-use crate::layout::f16_from_f64;
+use crate::layout::{bf16_from_f64, f16_from_f64};
 
 isa! {
     /// Packed half-precision instructions.
@@ -27,6 +27,32 @@ isa! {
     /// Multiplies and adds fp16 pairs with one rounding.
     fma_rn_f16x2 = FmaRnF16x2 { d: Out<B32>, a: Use<B32>, b: Use<B32>, c: Use<B32> }
         "fma.rn.f16x2 {d}, {a}, {b}, {c};", ptx(7, 0, 70), Lane, Pure, |m, l, i| { let a = m.get(l, i.a)?; let b = m.get(l, i.b)?; let c = m.get(l, i.c)?; m.set(l, i.d, pairwise(a, b, c, |a, b, c| a * b + c)); }
+    /// Multiplies and adds bf16 pairs with one rounding.
+    fma_rn_bf16x2 = FmaRnBf16x2 { d: Out<B32>, a: Use<B32>, b: Use<B32>, c: Use<B32> }
+        "fma.rn.bf16x2 {d}, {a}, {b}, {c};", ptx(7, 0, 80), Lane, Pure, |m, l, i| { let a = m.get(l, i.a)?; let b = m.get(l, i.b)?; let c = m.get(l, i.c)?; m.set(l, i.d, fma_bf16(a, b, c)); }
+}
+
+/// `a * b + c` of bf16 pairs. The product is exact in f64; the sum need not be, as exponents may lie far apart, so it is
+/// rounded to odd: then rounding it to 8 bits is as good as rounding the exact sum.
+fn fma_bf16(a: u32, b: u32, c: u32) -> u32 {
+    let half = |bits: u32| half::bf16::from_bits(bits as u16).to_f64();
+    let fma = |shift: u32| {
+        let (product, c) = (half(a >> shift) * half(b >> shift), half(c >> shift));
+        u32::from(bf16_from_f64(add_to_odd(product, c)).to_bits()) << shift
+    };
+    fma(0) | fma(16)
+}
+
+/// A sum in f64, rounded towards the neighbour with an odd significand where it is not exact.
+fn add_to_odd(a: f64, b: f64) -> f64 {
+    let sum = a + b;
+    let of_b = sum - a;
+    let error = (a - (sum - of_b)) + (b - of_b);
+    if !sum.is_finite() || error == 0.0 || sum.to_bits() & 1 == 1 {
+        return sum;
+    }
+    let away = (error > 0.0) == (sum > 0.0);
+    f64::from_bits(if away { sum.to_bits() + 1 } else { sum.to_bits() - 1 })
 }
 
 /// Applies `f` to both halves.

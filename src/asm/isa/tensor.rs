@@ -26,7 +26,20 @@ isa! {
         "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {a}, {b};", ptx(7, 8, 90), Warp, StoreShared(16), |m, i| { stmatrix_trans(m, i)?; }
     /// Multiplies fp16 fragments and accumulates in single precision: `d[16][8] = a[16][16] * b[16][8] + c`.
     mma_m16n8k16_f32_f16 = MmaM16n8k16F32F16 { d: Vector<Out<F32>, 4>, a: Vector<Use<B32>, 4>, b: Vector<Use<B32>, 2>, c: Vector<Use<F32>, 4> }
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {d}, {a}, {b}, {c};", ptx(7, 0, 80), Warp, Pure, |m, i| { mma_f16(m, i)?; }
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {d}, {a}, {b}, {c};", ptx(7, 0, 80), Warp, Pure, |m, i| { mma(m, i.d.0, i.a.0, i.b.0, i.c.0, f16_value)?; }
+    /// The same of bf16 fragments.
+    mma_m16n8k16_f32_bf16 = MmaM16n8k16F32Bf16 { d: Vector<Out<F32>, 4>, a: Vector<Use<B32>, 4>, b: Vector<Use<B32>, 2>, c: Vector<Use<F32>, 4> }
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {d}, {a}, {b}, {c};", ptx(7, 0, 80), Warp, Pure, |m, i| { mma(m, i.d.0, i.a.0, i.b.0, i.c.0, bf16_value)?; }
+}
+
+/// The value of an fp16 element.
+pub(super) fn f16_value(bits: u16) -> f64 {
+    half::f16::from_bits(bits).to_f64()
+}
+
+/// The value of a bf16 element.
+pub(super) fn bf16_value(bits: u16) -> f64 {
+    half::bf16::from_bits(bits).to_f64()
 }
 
 /// Matrix `j`'s row addresses come from lanes `8*j ..`; lane `l` receives elements `2*(l%4)`, `+1` of row `l/4`.
@@ -78,23 +91,26 @@ fn stmatrix_trans<M: Machine>(m: &mut M, i: &StmatrixX4Trans) -> Result<(), M::S
     Ok(())
 }
 
-/// The pair of fp16 values in a register.
-fn pair(bits: u32) -> [f64; 2] {
-    [bits, bits >> 16].map(|bits| half::f16::from_bits(bits as u16).to_f64())
-}
-
-fn mma_f16<M: Machine>(m: &mut M, i: &MmaM16n8k16F32F16) -> Result<(), M::Stop> {
+fn mma<M: Machine>(
+    m: &mut M,
+    d: [Out<F32>; 4],
+    a_regs: [Use<B32>; 4],
+    b_regs: [Use<B32>; 2],
+    c_regs: [Use<F32>; 4],
+    value: impl Fn(u16) -> f64,
+) -> Result<(), M::Stop> {
+    let pair = |bits: u32| [bits, bits >> 16].map(|bits| value(bits as u16));
     let mut a = [[0.0; 16]; 16];
     let mut b = [[0.0; 8]; 16];
     for lane in 0..32 {
-        for (r, reg) in i.a.0.into_iter().enumerate() {
+        for (r, reg) in a_regs.into_iter().enumerate() {
             let values = pair(m.get(lane, reg)?);
             for (half, value) in values.into_iter().enumerate() {
                 let (row, k) = fragment::a(lane, r as u32, half as u32);
                 a[row as usize][k as usize] = value;
             }
         }
-        for (r, reg) in i.b.0.into_iter().enumerate() {
+        for (r, reg) in b_regs.into_iter().enumerate() {
             let values = pair(m.get(lane, reg)?);
             for (half, value) in values.into_iter().enumerate() {
                 let (k, col) = fragment::b(lane, r as u32, half as u32);
@@ -113,13 +129,13 @@ fn mma_f16<M: Machine>(m: &mut M, i: &MmaM16n8k16F32F16) -> Result<(), M::Stop> 
     for lane in 0..32 {
         for r in 0..4 {
             let (row, col) = fragment::c(lane, r);
-            let c = f64::from(m.get(lane, i.c.0[r as usize])?);
+            let c = f64::from(m.get(lane, c_regs[r as usize])?);
             let sum = sums[row as usize][col as usize];
             results[lane as usize][r as usize] = canonical((sum + c) as f32);
         }
     }
     for (lane, values) in results.into_iter().enumerate() {
-        for (d, value) in i.d.0.into_iter().zip(values) {
+        for (d, value) in d.into_iter().zip(values) {
             m.set(lane as u32, d, value);
         }
     }

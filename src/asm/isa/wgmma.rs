@@ -6,10 +6,9 @@
 //! A product sums exactly in f64 over the k16 step and rounds once to single precision, as `mma` does.
 //! Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions".
 
-use half::slice::HalfFloatSliceExt;
-
 use super::alu::canonical;
 use super::cluster::SM_90A;
+use super::tensor::{bf16_value, f16_value};
 use super::{Machine, Product, ProductOp, isa, lanes};
 use crate::asm::reg::{Imm, In, InOutRange, Use, Vector};
 use crate::asm::types::{B32, B64, F32, Pred};
@@ -22,7 +21,10 @@ isa! {
     /// `d[64][n] = a[64][16] * b[16][n] + (scale_d ? d : 0)`, fp16 operands, K-major B: `n` is 8 to 256 in steps
     /// of 8, `d` has `n / 2` registers.
     wgmma_mma_async_m64k16_f32_f16 = WgmmaM64K16F32F16 { n: Imm, d: InOutRange<F32>, a: Vector<Use<B32>, 4>, b: Use<B64>, scale_d: In<Pred> }
-        "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.f16.f16 {d}, {a}, {b}, {scale_d}, 1, 1, 0;", SM_90A, Warp, LoadShared, |m, i| { product(m, i)?; }
+        "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.f16.f16 {d}, {a}, {b}, {scale_d}, 1, 1, 0;", SM_90A, Warp, LoadShared, |m, i| { product(m, (i.n, i.d, i.a.0, i.b, i.scale_d), f16_value)?; }
+    /// The same with bf16 operands.
+    wgmma_mma_async_m64k16_f32_bf16 = WgmmaM64K16F32Bf16 { n: Imm, d: InOutRange<F32>, a: Vector<Use<B32>, 4>, b: Use<B64>, scale_d: In<Pred> }
+        "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {d}, {a}, {b}, {scale_d}, 1, 1, 0;", SM_90A, Warp, LoadShared, |m, i| { product(m, (i.n, i.d, i.a.0, i.b, i.scale_d), bf16_value)?; }
     /// Orders this warp's register writes before the products that follow.
     wgmma_fence_sync_aligned = WgmmaFence {}
         "wgmma.fence.sync.aligned;", SM_90A, Warp, Sync, |m, _i| { m.order_products(ProductOp::Fence)?; }
@@ -34,31 +36,36 @@ isa! {
         "wgmma.wait_group.sync.aligned {n};", SM_90A, Warp, Sync, |m, i| { m.order_products(ProductOp::Wait(i.n.0))?; }
 }
 
-/// One warp's 16 rows of a product.
-fn product<M: Machine>(m: &mut M, i: &WgmmaM64K16F32F16) -> Result<(), M::Stop> {
+/// Columns, accumulators, A, B's descriptor and whether the accumulators count.
+type Operands = (Imm, InOutRange<F32>, [Use<B32>; 4], Use<B64>, In<Pred>);
+
+/// One warp's 16 rows of a product of 16-bit elements.
+fn product<M: Machine>(
+    m: &mut M,
+    (n, d, a_regs, desc, scale_d): Operands,
+    value: impl Fn(u16) -> f64,
+) -> Result<(), M::Stop> {
     let first = m.active().trailing_zeros().min(31);
-    let desc = m.get(first, i.b)?;
-    let accumulate = m.get(first, i.scale_d)?;
-    let product = Product { n: i.n.0, d: i.d.0, a: i.a.0.map(|a| a.0), desc, accumulate };
-    let n = i.n.0.min(256) as usize;
+    let desc = m.get(first, desc)?;
+    let accumulate = m.get(first, scale_d)?;
+    let product = Product { n: n.0, d: d.0, a: a_regs.map(|a| a.0), desc, accumulate };
+    let n = n.0.min(256) as usize;
     let mut columns = vec![[0; 16]; n];
     m.product(&product, &mut columns)?;
     // `b[k][column]`, so that the sums over all columns run side by side.
     let mut b = vec![0.0; 16 * n];
-    let mut values = [0.0f32; 16];
     for (column, halves) in columns.iter().enumerate() {
-        bytemuck::cast_slice::<u16, half::f16>(halves).convert_to_f32_slice(&mut values);
-        for (k, value) in values.iter().enumerate() {
-            b[k * n + column] = f64::from(*value);
+        for (k, bits) in halves.iter().enumerate() {
+            b[k * n + column] = value(*bits);
         }
     }
     let mut a = [[0.0; 16]; 16];
     for lane in lanes(m.active()) {
-        for (reg, a_reg) in i.a.0.into_iter().enumerate() {
+        for (reg, a_reg) in a_regs.into_iter().enumerate() {
             let bits = m.get(lane, a_reg)?;
             for (half, bits) in [bits, bits >> 16].into_iter().enumerate() {
                 let (row, k) = fragment::a(lane, reg as u32, half as u32);
-                a[row as usize][k as usize] = half::f16::from_bits(bits as u16).to_f64();
+                a[row as usize][k as usize] = value(bits as u16);
             }
         }
     }
@@ -69,7 +76,7 @@ fn product<M: Machine>(m: &mut M, i: &WgmmaM64K16F32F16) -> Result<(), M::Stop> 
         }
     }
     for lane in lanes(m.active()) {
-        for (reg, d) in i.d.0.iter().enumerate() {
+        for (reg, d) in d.0.iter().enumerate() {
             let (row, column) = fragment::d(lane, reg as u32);
             let Some(sum) = sums.get(row as usize * n + column as usize) else { continue };
             let c = if accumulate { f64::from(m.get(lane, Use(d))?) } else { 0.0 };

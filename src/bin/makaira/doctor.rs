@@ -4,7 +4,7 @@
 
 use makaira::driver::{Device, DeviceInfo, Driver};
 use makaira::jit::{Store, TuneStore};
-use makaira::kernel::{FAMILIES, KernelFamily, Problem, Rows, select};
+use makaira::kernel::{FAMILIES, KernelFamily, Kind, Problem, Rows, select};
 use makaira::target::{DeviceSpec, PtxIsa};
 use makaira::weights::Group;
 use serde_json::{Value, json};
@@ -165,7 +165,7 @@ fn verdict(
         smem_per_cta_bytes: info.smem_per_cta_bytes,
     };
     let problem = Problem {
-        format: "u4b8",
+        kind: Kind::U4B8,
         m: 16,
         n: 4096,
         k: 4096,

@@ -1,7 +1,7 @@
 //! A problem given on the command line.
 
 use anyhow::Context;
-use makaira::kernel::{Problem, Rows};
+use makaira::kernel::{Kind, Problem, Rows};
 use makaira::weights::Group;
 
 /// The sizes of a product.
@@ -31,6 +31,6 @@ impl ProblemArgs {
             anyhow::bail!("--m {m} --n {n} --k {k}: a kernel is made for at least 1 of each");
         }
         let group = Group::new(k as usize, self.group)?;
-        Ok(Problem { format: "u4b8", m, n, k, group, rows: Rows::of(n as usize, k as usize) })
+        Ok(Problem { kind: Kind::U4B8, m, n, k, group, rows: Rows::of(n as usize, k as usize) })
     }
 }

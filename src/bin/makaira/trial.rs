@@ -102,7 +102,7 @@ impl<'d> Trial<'d> {
         let rows = Rows::of(n, k);
         let group = self.weight.layout().group;
         let problem = Problem {
-            format: self.weight.format(),
+            kind: self.weight.kind(),
             m: m as u64,
             n: n as u32,
             k: k as u32,

@@ -68,7 +68,7 @@ struct Slot {
 /// The kernel of a configuration. The configuration must be legal: see [`super::select::check`].
 pub fn build(config: &Config, target: SmArch) -> Module {
     let mut a = Asm::new();
-    let params = Params::declare(&mut a);
+    let params = Params::declare(&mut a, &config.kind);
     let geometry = Geometry::new(config);
     let slot_bytes = slot_bytes(config, &geometry);
     let slots = (0..config.stages)
@@ -184,7 +184,7 @@ impl<'a> Sm80<'a> {
             a.mad_lo_u32(weights_base, warp, geometry.warp_bytes, smem);
             a.mad_lo_u32(weights_lane, lane, 16, weights_base);
             a.shr_u32(quad, lane, 2);
-            a.mad_lo_u32(scales_lane, quad, 4, weights_base);
+            a.mad_lo_u32(scales_lane, quad, geometry.tile.scale_bytes_per_row(), weights_base);
             let rows_lane = emit_rows_lane(a, config, &geometry, smem, lane, team);
             let policy = config.evict_first.then(|| {
                 let policy = a.reg();

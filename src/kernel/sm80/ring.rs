@@ -84,7 +84,7 @@ impl Sm80<'_> {
     /// The registers of a cursor.
     pub(super) fn emit_cursor(&self, a: &mut Asm) -> Cursor {
         let weights_step: Reg<B64> = a.reg();
-        let chunk_bytes = 4 * self.geometry.tile_bytes;
+        let chunk_bytes = 4 * self.geometry.tile.bytes;
         a.mov_b64(weights_step, u64::from(chunk_bytes * self.config.warps_k));
         Cursor {
             num_runs: a.reg(),
@@ -113,7 +113,7 @@ impl Sm80<'_> {
         }
 
         // Weights: the warp's channels begin in chunk column `column`, some tiles into the chunk.
-        let chunk_bytes = 4 * geometry.tile_bytes;
+        let chunk_bytes = 4 * geometry.tile.bytes;
         let num_columns = load_u32(a, self.params.num_chunk_columns);
         let b_ptr = load_u64(a, self.params.b_ptr);
         let [warp_column, column, run] = a.regs();

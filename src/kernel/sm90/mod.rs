@@ -45,7 +45,7 @@ use crate::asm::reg::Reg;
 use crate::asm::types::{B32, Cmp};
 use crate::asm::{Asm, Module, Stream};
 use crate::target::{DeviceSpec, PtxIsa, SmArch};
-use crate::weights::format_by_name;
+use crate::weights::{Activation, Group};
 
 /// Shared memory of an SM, of which the system keeps a part for each CTA.
 const SM_BYTES: u32 = 228 << 10;
@@ -105,7 +105,7 @@ pub fn smem_bytes(config: &Config) -> u32 {
 /// The kernel of a configuration. The configuration must be legal: see [`super::select::check`].
 pub fn build(config: &Config, target: SmArch) -> Module {
     let mut a = Asm::new();
-    let params = Params::declare(&mut a);
+    let params = Params::declare(&mut a, &config.kind);
     let layout = Layout::new(config);
     let weights_slots = WeightRing::plan(&mut a, config);
     let row_slots = RowRing::plan(&mut a, config, layout.row_slots);
@@ -193,7 +193,7 @@ pub fn build(config: &Config, target: SmArch) -> Module {
 fn registers_needed(config: &Config) -> u32 {
     let (tiles, row_tiles) = (config.tiles_per_warp(), config.tile_m.div_ceil(8));
     let copies = config.tile_m.div_ceil(2 * config.warps_n);
-    let more_groups = Geometry::new(config).groups_per_run - 1;
+    let more_groups = Geometry::new(config).tile.groups - 1;
     let constants = if config.conversion == Conversion::Value { 2 } else { 0 };
     let cut_rows = if config.rows == Rows::Whole { 0 } else { 4 };
     let sums = 4 * tiles * row_tiles + (20 + 4 * more_groups) * row_tiles;
@@ -211,7 +211,7 @@ fn emit_arithmetic<'a>(
     let [weights_lane, scales_lane, quad] = a.regs();
     a.mad_lo_u32(weights_lane, lane, 16, warp.weights);
     a.shr_u32(quad, lane, 2);
-    a.mad_lo_u32(scales_lane, quad, 4, warp.weights);
+    a.mad_lo_u32(scales_lane, quad, geometry.tile.scale_bytes_per_row(), warp.weights);
     let rows_lane = emit_rows_lane(a, config, &geometry, warp.smem, lane, warp.team);
     let zero = a.reg();
     a.mov_f32(zero, 0.0);
@@ -344,8 +344,11 @@ impl super::KernelFamily for Sm90Family {
             _ => tiles_and_ctas.push((8, 1)),
         }
         let mut variants = vec![(Conversion::Value, Scaling::Promote)];
-        let format = format_by_name(problem.format);
-        if format.is_some_and(|format| format.subnormal().is_some()) {
+        let format = problem.kind.weight_format();
+        if format.subnormal().is_some()
+            && problem.kind.activation == Activation::F16
+            && problem.group != Group::Size(16)
+        {
             variants.push((Conversion::Subnormal, Scaling::Promote));
         }
         let mut lists = candidates(self.name(), problem, &warps, &tiles_and_ctas, 0, &variants);

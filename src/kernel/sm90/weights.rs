@@ -151,7 +151,7 @@ impl<'a> WeightRing<'a> {
 
     /// Bytes from one run of the team to its next.
     fn step(&self) -> u32 {
-        4 * self.geometry.tile_bytes * self.config.warps_k
+        4 * self.geometry.tile.bytes * self.config.warps_k
     }
 
     /// Emits the warp's way through a segment and asks for its first runs, as many as there are slots.
@@ -225,7 +225,7 @@ impl<'a> WeightRing<'a> {
         a.add_u32(self.num_runs, self.num_runs, config.warps_k - 1);
         a.shr_u32(self.num_runs, self.num_runs, config.warps_k.ilog2());
         // The warp's channels begin in some chunk column, some tiles into the chunk, or are those of two columns.
-        let chunk_bytes = 4 * geometry.tile_bytes;
+        let chunk_bytes = 4 * geometry.tile.bytes;
         let num_columns = load_u32(a, self.params.num_chunk_columns);
         let b_ptr = load_u64(a, self.params.b_ptr);
         let [warp_column, last_column] = a.regs();

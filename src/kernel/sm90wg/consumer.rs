@@ -12,11 +12,11 @@ use super::supply::Supply;
 use super::{BOX_ROW_BYTES, Place, Wg};
 use crate::asm::Asm;
 use crate::asm::reg::{Label, Reg, RegRange};
-use crate::asm::types::{B16, B32, B64, Cmp, F32, Pred};
+use crate::asm::types::{B32, B64, Cmp, F32, Pred};
 use crate::kernel::epilogue::Accumulators;
-use crate::kernel::stream::emit_scale_fragment;
 use crate::kernel::stripe::{Segment, Stripe};
-use crate::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES};
+use crate::kernel::tile::{Source, Tile, Words, emit_scales};
+use crate::weights::Activation;
 
 /// A shared-memory descriptor for K-major operands with the 128-byte swizzle, without its address: leading
 /// offset 1 (unused), stride 1024 B between groups of 8 rows. Source: PTX ISA, "Matrix Descriptor Format".
@@ -25,8 +25,23 @@ const DESCRIPTOR: u64 = 0x4000_0040_0001_0000;
 /// The A registers of one step: some k16 fragments.
 type Set = Vec<[Reg<B32>; 4]>;
 
-/// The scale words of a warp's run, `[tile][group]`.
-type Scales = Vec<Vec<Reg<B32>>>;
+/// The words of scales and zeros of a warp's run, by tile.
+type Scales = Vec<TileScales>;
+
+/// The words of scales and zeros of a tile.
+#[derive(Clone)]
+struct TileScales {
+    scales: Words,
+    zeros: Words,
+}
+
+impl TileScales {
+    /// Registers for the words.
+    fn new(a: &mut Asm, tile: &Tile) -> Self {
+        let mut regs = |count| (0..count).map(|_| a.reg()).collect();
+        Self { scales: regs(tile.num_scale_words()), zeros: regs(tile.num_zero_words()) }
+    }
+}
 
 /// What a step multiplies: some k16 fragments of one m64 tile in one k64 half.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,7 +56,7 @@ struct Step {
 #[derive(Clone)]
 struct Carry {
     /// The words of half 0 of tile 0.
-    codes: [Reg<B32>; 4],
+    codes: Words,
     scales: Scales,
     set: Set,
 }
@@ -137,17 +152,16 @@ impl<'a> Consumer<'a> {
         a.shr_u32(column, first, 2);
         a.and_b32(tile, first, 3);
         a.mad_lo_u32(base, column, geometry.column_bytes, wg.smem);
-        a.mad_lo_u32(base, tile, geometry.tile_bytes, base);
+        a.mad_lo_u32(base, tile, geometry.tile.bytes, base);
         a.mad_lo_u32(base, team, config.runs_per_stage * geometry.chunk_bytes, base);
         let [weights_lane, scales_lane] = a.regs();
         a.mad_lo_u32(weights_lane, wg.lane, 16, base);
         a.shr_u32(quad, wg.lane, 2);
-        a.mad_lo_u32(scales_lane, quad, 4, base);
+        a.mad_lo_u32(scales_lane, quad, geometry.tile.scale_bytes_per_row(), base);
         let [full, full_end, parity] = a.regs();
         a.add_u32(full, wg.smem, wg.plan.full.start);
         a.add_u32(full_end, full, 8 * config.stages);
         a.mov_b32(parity, 0);
-        let groups = if config.group == Group::PerColumn { 0 } else { geometry.groups_per_run };
         // Wide steps leave the products more time, narrow ones take fewer registers.
         let per_tile = config.tile_m / 2;
         let live = per_tile * tiles as u32 * if promotes { 2 } else { 1 };
@@ -155,8 +169,8 @@ impl<'a> Consumer<'a> {
         let others = match tiles {
             1 if available > 80 => 64,
             1 => 80,
-            _ => 96 + 16 * (geometry.groups_per_run - 1),
-        };
+            _ => 80 + 16 * geometry.tile.num_factor_words().max(1),
+        } + 8 * (geometry.tile.words_per_step() as u32 - 1);
         let width = if live + others > available { 2 } else { 4 };
         let shared = match (&wg.member, config.cluster_n) {
             (Some(member), 2..) => {
@@ -169,8 +183,8 @@ impl<'a> Consumer<'a> {
             _ => None,
         };
         let top = Carry {
-            codes: a.regs(),
-            scales: (0..tiles).map(|_| (0..groups).map(|_| a.reg()).collect()).collect(),
+            codes: (0..4 * geometry.tile.words_per_step()).map(|_| a.reg()).collect(),
+            scales: (0..tiles).map(|_| TileScales::new(a, &geometry.tile)).collect(),
             set: (0..width).map(|_| a.regs()).collect(),
         };
         Self {
@@ -186,7 +200,7 @@ impl<'a> Consumer<'a> {
             parity,
             full_end,
             before: a.reg(),
-            constants: config.fragments().emit_constants(a),
+            constants: config.kind.fragments().emit_constants(a, config.kind.activation),
             sums: (0..tiles).map(|_| a.reg_range(per_tile)).collect(),
             totals: match promotes {
                 true => {
@@ -306,7 +320,7 @@ impl<'a> Consumer<'a> {
     /// Waits for the stage and loads what its first step wants.
     fn emit_take(&self, a: &mut Asm) {
         self.wg.emit_wait(a, self.full.into(), self.parity);
-        self.emit_load_codes(a, 0, Step { half: 0, tile: 0, k16: 0 }, self.top.codes);
+        self.emit_load_codes(a, 0, Step { half: 0, tile: 0, k16: 0 }, &self.top.codes);
         self.emit_load_scales(a, 0, &self.top.scales);
     }
 
@@ -324,42 +338,59 @@ impl<'a> Consumer<'a> {
         self.wg.geometry.rows_bytes + run * self.wg.geometry.chunk_bytes
     }
 
+    /// Where the lane finds a tile of a run.
+    fn source(&self, run: u32, tile: usize) -> Source {
+        Source {
+            words: self.weights_lane,
+            scales: self.scales_lane,
+            start: self.run_offset(run) + tile as u32 * self.wg.geometry.tile.bytes,
+            region: self.wg.plan.ring,
+        }
+    }
+
+    /// Registers for the words of half a tile.
+    fn code_regs(&self, a: &mut Asm) -> Words {
+        self.top.codes.iter().map(|_| a.reg()).collect()
+    }
+
     /// Loads the words of a step's half of its tile.
-    fn emit_load_codes(&self, a: &mut Asm, run: u32, step: Step, codes: [Reg<B32>; 4]) {
-        let tile = step.tile as u32 * self.wg.geometry.tile_bytes;
-        let offset = self.run_offset(run) + tile + 512 * step.half as u32;
-        a.ld_shared_v4_b32(codes, self.weights_lane.at(offset).within(self.wg.plan.ring));
+    fn emit_load_codes(&self, a: &mut Asm, run: u32, step: Step, codes: &Words) {
+        let tile = &self.wg.geometry.tile;
+        for (n, vector) in codes.as_chunks().0.iter().enumerate() {
+            let first = 4 * step.half as u32 + n as u32 * tile.steps_per_vector();
+            tile.emit_load_vector(a, self.source(run, step.tile), first, *vector);
+        }
     }
 
     fn emit_load_scales(&self, a: &mut Asm, run: u32, scales: &Scales) {
-        let geometry = self.wg.geometry;
-        for (tile, scales) in scales.iter().enumerate() {
-            for (group, scale) in scales.iter().enumerate() {
-                let offset = self.run_offset(run)
-                    + tile as u32 * geometry.tile_bytes
-                    + CODE_BYTES_PER_TILE as u32
-                    + group as u32 * SCALE_ROW_BYTES as u32;
-                a.ld_shared_b32(*scale, self.scales_lane.at(offset).within(self.wg.plan.ring));
+        let tile = &self.wg.geometry.tile;
+        for (n, words) in scales.iter().enumerate() {
+            for group in 0..tile.groups {
+                tile.emit_load_scales(a, self.source(run, n), group, &words.scales);
+                tile.emit_load_zeros(a, self.source(run, n), group, &words.zeros);
             }
         }
     }
 
     /// The A registers of a step: k16 fragments, scaled unless the sums are.
-    fn emit_dequantise(
-        &self,
-        a: &mut Asm,
-        codes: &[Reg<B32>; 4],
-        scales: &Scales,
-        step: Step,
-    ) -> Set {
-        let format = self.wg.config.fragments();
-        let steps_per_group = 8 / self.wg.geometry.groups_per_run as usize;
+    fn emit_dequantise(&self, a: &mut Asm, codes: &Words, scales: &Scales, step: Step) -> Set {
+        let tile = &self.wg.geometry.tile;
+        let (per_step, words) = (tile.words_per_step(), &scales[step.tile]);
+        let scaled = !self.promotes && !words.scales.is_empty();
+        // What the newest group asks for.
+        let (mut newest, mut scale, mut zeros) = (None, None, None);
         (step.k16..step.k16 + self.width)
             .map(|k| {
-                let fragment = format.emit_fragment(a, &self.constants, codes[k]);
-                match scales[step.tile].get((4 * step.half + k) / steps_per_group) {
-                    Some(scale) if !self.promotes => emit_scale_fragment(a, fragment, *scale),
-                    _ => fragment,
+                let group = (4 * step.half + k) as u32 / tile.steps_per_group();
+                if newest.replace(group) != Some(group) {
+                    scale = scaled.then(|| tile.emit_scale_word(a, &words.scales, group));
+                    zeros = tile.emit_zeros(a, &words.zeros, group);
+                }
+                let words = &codes[k * per_step..(k + 1) * per_step];
+                let fragment = tile.emit_fragment(a, &self.constants, zeros, words);
+                match scale {
+                    Some(scale) => tile.emit_scale_fragment(a, fragment, scale),
+                    None => fragment,
                 }
             })
             .collect()
@@ -383,7 +414,14 @@ impl<'a> Consumer<'a> {
             let scale_d = !(self.promotes && begins);
             let n = self.wg.config.tile_m;
             let sums = self.sums[step.tile];
-            a.wgmma_mma_async_m64k16_f32_f16(n, sums, *fragment, descriptor, scale_d);
+            match self.wg.config.kind.activation {
+                Activation::F16 => {
+                    a.wgmma_mma_async_m64k16_f32_f16(n, sums, *fragment, descriptor, scale_d);
+                }
+                Activation::Bf16 => {
+                    a.wgmma_mma_async_m64k16_f32_bf16(n, sums, *fragment, descriptor, scale_d);
+                }
+            }
         }
         a.wgmma_commit_group_sync_aligned();
     }
@@ -410,7 +448,7 @@ impl<'a> Consumer<'a> {
         let Carry { mut codes, mut scales, mut set } = self.top.clone();
         for run in 0..runs {
             let factors: Vec<[Reg<F32>; 2]> = match self.promotes {
-                true => scales.iter().map(|scales| emit_scales(a, scales[0])).collect(),
+                true => scales.iter().map(|words| emit_scales(a, words.scales[0])).collect(),
                 false => Vec::new(),
             };
             for (n, &step) in steps.iter().enumerate() {
@@ -419,8 +457,8 @@ impl<'a> Consumer<'a> {
                 // Loads run while this step's products do.
                 match next {
                     Some(next) if next.k16 == 0 => {
-                        codes = a.regs();
-                        self.emit_load_codes(a, run, next, codes);
+                        codes = self.code_regs(a);
+                        self.emit_load_codes(a, run, next, &codes);
                     }
                     Some(_) => {}
                     None if leaves => {
@@ -445,10 +483,10 @@ impl<'a> Consumer<'a> {
                         return leaving;
                     }
                     None => {
-                        codes = a.regs();
-                        self.emit_load_codes(a, run + 1, first, codes);
+                        codes = self.code_regs(a);
+                        self.emit_load_codes(a, run + 1, first, &codes);
                         let next: Scales = (scales.iter())
-                            .map(|groups| groups.iter().map(|_| a.reg()).collect())
+                            .map(|_| TileScales::new(a, &wg.geometry.tile))
                             .collect();
                         self.emit_load_scales(a, run + 1, &next);
                         scales = next;
@@ -490,17 +528,6 @@ fn emit_descriptor(a: &mut Asm, first_box: Reg<B32>) -> Reg<B64> {
     a.cvt_u64_u32(descriptor, uniform);
     a.add_u64(descriptor, descriptor, DESCRIPTOR);
     descriptor
-}
-
-/// The scales of channels g and g + 8 in single precision.
-fn emit_scales(a: &mut Asm, word: Reg<B32>) -> [Reg<F32>; 2] {
-    let halves: [Reg<B16>; 2] = a.regs();
-    a.mov_b32_unpack(halves, word);
-    halves.map(|half| {
-        let scale = a.reg();
-        a.cvt_f32_f16(scale, half);
-        scale
-    })
 }
 
 const _: () = assert!(BOX_ROW_BYTES == 128, "the descriptor's stride is 8 rows of 128 bytes");

@@ -28,12 +28,13 @@ use super::cost::Cost;
 use super::params::{Arguments, Params, load_u32, magic};
 use super::problem::{Config, Conversion, Problem, Reduction, Rows, Scaling, Start};
 use super::stripe::{Segment, emit_stripe};
+use super::tile::Tile;
 use crate::asm::reg::{Param, Reg, Region};
 use crate::asm::types::{B32, Cmp, Pred, Special};
 use crate::asm::{Asm, Module};
 use crate::backend::{Arg, ArgList, DevicePtr, Swizzle, TensorMap};
 use crate::target::{DeviceSpec, PtxIsa, SmArch};
-use crate::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES, TILE_K};
+use crate::weights::Group;
 
 /// Inputs of one box of activations: 128 bytes, the width of the swizzle.
 const BOX_K: u32 = 64;
@@ -49,10 +50,8 @@ const WARPGROUP: u32 = 3;
 /// Sizes that follow from a configuration.
 #[derive(Clone, Copy, Debug)]
 struct Geometry {
-    /// Bytes of one packed tile: codes and scales.
-    tile_bytes: u32,
-    /// Groups in a run, at least 1.
-    groups_per_run: u32,
+    /// The packed tile.
+    tile: Tile,
     /// Bytes of a chunk: four tiles.
     chunk_bytes: u32,
     /// Runs of 128 inputs in a stage, over all teams.
@@ -71,20 +70,15 @@ struct Geometry {
 
 impl Geometry {
     fn new(config: &Config) -> Self {
-        let scale_rows = match config.group {
-            Group::PerColumn => 0,
-            Group::Size(size) => TILE_K as u32 / size,
-        };
-        let tile_bytes = CODE_BYTES_PER_TILE as u32 + scale_rows * SCALE_ROW_BYTES as u32;
-        let chunk_bytes = 4 * tile_bytes;
+        let tile = Tile::new(config);
+        let chunk_bytes = 4 * tile.bytes;
         let stage_runs = config.warps_k * config.runs_per_stage;
         let box_bytes = config.tile_m * BOX_ROW_BYTES;
         let rows_bytes = stage_runs * 2 * box_bytes;
         let columns = config.tile_n / 64;
         let column_bytes = stage_runs * chunk_bytes;
         Self {
-            tile_bytes,
-            groups_per_run: scale_rows.max(1),
+            tile,
             chunk_bytes,
             stage_runs,
             box_bytes,
@@ -266,7 +260,7 @@ impl Wg<'_> {
 /// The kernel of a configuration. The configuration must be legal: see [`super::select::check`].
 pub fn build(config: &Config, _target: SmArch) -> Module {
     let mut a = Asm::new();
-    let params = Params::declare(&mut a);
+    let params = Params::declare(&mut a, &config.kind);
     let extra = Extra::declare(&mut a);
     let plan = Plan::new(&mut a, config);
     let wg = a.section("who is who", |a| {

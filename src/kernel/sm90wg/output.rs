@@ -7,14 +7,15 @@
 
 use super::{CONSUMERS, OWNERS, Place, WARPGROUP, Wg};
 use crate::asm::Asm;
-use crate::asm::reg::Reg;
-use crate::asm::types::{B16, B32, B64, Cmp, F32};
+use crate::asm::reg::{Param, Reg};
+use crate::asm::types::{B32, B64, Cmp, F32, Pred};
+use crate::kernel::elements::{emit_load_element, emit_round_into};
 use crate::kernel::epilogue::Accumulators;
 use crate::kernel::params::{load_u32, load_u64};
-use crate::kernel::problem::Config;
+use crate::kernel::problem::{Config, Kind};
 use crate::kernel::reduction::{emit_lock_ptr_in, emit_num_helpers, emit_spin};
 use crate::kernel::stripe::{Segment, Stripe};
-use crate::weights::Group;
+use crate::weights::{Activation, Group};
 
 /// Rows of the tile that this CTA writes: CTAs of a cluster own equal parts.
 pub(super) fn own_rows(config: &Config) -> u32 {
@@ -239,7 +240,8 @@ impl Wg<'_> {
         a.mad_wide_u32(out, channel, 2, out);
         let step: Reg<B64> = a.reg();
         a.mul_wide_u32(step, stride, rows_per_pass);
-        let sums = self.emit_column_scaled(a, sums, place);
+        let activation = config.kind.activation;
+        let finish = Finish::new(a, self, place);
         let barrier = a.reg();
         a.add_u32(barrier, group, WARPGROUP);
         let fragments = own_rows(config) / 8;
@@ -253,9 +255,9 @@ impl Wg<'_> {
                     for j in 0..2 {
                         // An odd last fragment stands in for the missing one; nobody reads those rows.
                         let index = (first + pair + j).min(fragments - 1) as usize;
-                        let [d0, d1, d2, d3] = sums[index];
-                        a.cvt_rn_f16x2_f32(words[2 * j as usize], d1, d0);
-                        a.cvt_rn_f16x2_f32(words[2 * j as usize + 1], d3, d2);
+                        let [d0, d1, d2, d3] = finish.emit(a, (tile, index), sums[index]);
+                        emit_round_into(a, activation, words[2 * j as usize], d1, d0);
+                        emit_round_into(a, activation, words[2 * j as usize + 1], d3, d2);
                     }
                     let offset = staging.start + 8 * pair * pitch + 32 * tile as u32;
                     let to = store.at(offset).within(staging);
@@ -275,50 +277,155 @@ impl Wg<'_> {
             }
         }
     }
+}
 
-    /// The sums times their columns' scales, if they are per column.
-    fn emit_column_scaled(&self, a: &mut Asm, sums: &Accumulators, place: &Place) -> Accumulators {
-        let config = self.config;
-        if config.group != Group::PerColumn {
-            return sums.clone();
+/// What is done to sums before they are rounded: they are multiplied by their columns' scales, if those are per column,
+/// and the layer's factor; bias and residual are added. One fragment after the other, so that few values live at a time.
+struct Finish {
+    /// Of each tile, channels g and g + 8. None if nothing is done.
+    columns: Vec<[Column; 2]>,
+    residual: Option<Residual>,
+}
+
+impl Finish {
+    fn new(a: &mut Asm, wg: &Wg<'_>, place: &Place) -> Self {
+        let config = wg.config;
+        let per_column = config.group == Group::PerColumn;
+        let optional = wg.params.optional;
+        let Kind { activation, factor, bias, residual, .. } = config.kind;
+        if !(per_column || factor || bias || residual) {
+            return Self { columns: Vec::new(), residual: None };
         }
         let tiles = config.tiles_per_warp();
-        let ptr = load_u64(a, self.params.column_scales_ptr);
-        let n = load_u32(a, self.params.n);
+        let scales_ptr = per_column.then(|| load_u64(a, wg.params.column_scales_ptr));
+        let n = load_u32(a, wg.params.n);
         // The owners are the first team.
-        let warp_n = self.warp;
+        let warp_n = wg.warp;
         let [channel, g] = a.regs();
-        a.shr_u32(g, self.lane, 2);
+        a.shr_u32(g, wg.lane, 2);
         a.mul_lo_u32(channel, place.column_tile, config.tile_n);
         a.mad_lo_u32(channel, warp_n, 16 * tiles, channel);
         a.add_u32(channel, channel, g);
-        let from: Reg<B64> = a.reg();
-        a.mad_wide_u32(from, channel, 2, ptr);
-        let mut scaled = Vec::new();
-        for (tile, fragments) in sums.iter().enumerate() {
-            let scales: [Reg<F32>; 2] = std::array::from_fn(|high| {
-                let offset = 16 * tile as u32 + 8 * high as u32;
-                let (column, scale) = (a.reg(), a.reg());
+        let factor = optional.emit_factor(a);
+        let pointer = |a: &mut Asm, base: Reg<B64>| {
+            let from: Reg<B64> = a.reg();
+            a.mad_wide_u32(from, channel, 2, base);
+            from
+        };
+        let scales_from = scales_ptr.map(|base| pointer(a, base));
+        let bias_from = optional.bias_ptr.map(|param| {
+            let base = load_u64(a, param);
+            pointer(a, base)
+        });
+        let residual = optional.residual.map(|params| Residual::new(a, wg, params, place, channel));
+        let columns = (0..tiles).map(|tile| {
+            std::array::from_fn(|high| {
+                let offset = 16 * tile + 8 * high as u32;
+                let column = a.reg();
                 a.add_u32(column, channel, offset);
                 let exists = a.test_u32(Cmp::Lt, column, n);
-                let value: Reg<B16> = a.reg();
-                let zero: Reg<B32> = a.reg();
-                let high_half: Reg<B16> = a.reg();
-                a.mov_b32(zero, 0);
-                a.mov_b32_unpack([value, high_half], zero);
-                a.when(exists, |a| a.ld_global_b16(value, from.at(2 * offset as i32)));
-                a.cvt_f32_f16(scale, value);
-                scale
-            });
-            let products = fragments.iter().map(|fragment| {
-                let product: [Reg<F32>; 4] = a.regs();
-                for (r, (product, sum)) in product.iter().zip(fragment).enumerate() {
-                    a.mul_f32(*product, *sum, scales[r / 2]);
-                }
-                product
-            });
-            scaled.push(products.collect());
-        }
-        scaled
+                let mut load = |activation, from: Reg<B64>| {
+                    emit_load_element(a, activation, exists, from, 2 * offset as i32)
+                };
+                let scale = scales_from.map(|from| load(Activation::F16, from));
+                let bias = bias_from.map(|from| load(activation, from));
+                let scale = match (scale, factor) {
+                    (Some(scale), Some(factor)) => {
+                        let product = a.reg();
+                        a.mul_f32(product, scale, factor);
+                        Some(product)
+                    }
+                    (scale, factor) => scale.or(factor),
+                };
+                Column { exists, scale, bias }
+            })
+        });
+        Self { columns: columns.collect(), residual }
+    }
+
+    /// Emits what is done to fragment `j` of a tile.
+    fn emit(&self, a: &mut Asm, (tile, j): (usize, usize), sums: [Reg<F32>; 4]) -> [Reg<F32>; 4] {
+        let Some(columns) = self.columns.get(tile) else { return sums };
+        std::array::from_fn(|r| {
+            let column = &columns[r / 2];
+            let mut value = sums[r];
+            if let Some(scale) = column.scale {
+                let product = a.reg();
+                a.mul_f32(product, value, scale);
+                value = product;
+            }
+            let residual = self
+                .residual
+                .as_ref()
+                .map(|residual| residual.emit_load(a, (tile, r / 2), 8 * j + r % 2, column.exists));
+            for added in [column.bias, residual].into_iter().flatten() {
+                let sum = a.reg();
+                a.add_f32(sum, value, added);
+                value = sum;
+            }
+            value
+        })
+    }
+}
+
+/// One of the two columns of C that a thread has of a tile of 16 channels.
+struct Column {
+    exists: Reg<Pred>,
+    /// What its sums are multiplied by.
+    scale: Option<Reg<F32>>,
+    /// What is added to them.
+    bias: Option<Reg<F32>>,
+}
+
+/// The residual as a thread reads it, in fragment order.
+struct Residual {
+    activation: Activation,
+    /// Address of the thread's first element.
+    from: Reg<B64>,
+    /// Bytes from one row to the next.
+    stride: Reg<B32>,
+    /// Rows that exist from the thread's first one on.
+    rows: Reg<B32>,
+}
+
+impl Residual {
+    /// For the threads whose first channel is `channel`.
+    fn new(
+        a: &mut Asm,
+        wg: &Wg<'_>,
+        (base, stride): (Param, Param),
+        place: &Place,
+        channel: Reg<B32>,
+    ) -> Self {
+        let (base, stride) = (load_u64(a, base), load_u32(a, stride));
+        let m = load_u32(a, wg.params.m);
+        let [first, row, rows] = a.regs();
+        // Lane (g, c) has rows 2 c and 2 c + 1 of every 8.
+        a.and_b32(first, wg.lane, 3);
+        a.add_u32(first, first, first);
+        a.add_u32(row, place.row_begin, first);
+        // None is left where that is past the last one.
+        a.min_u32(rows, row, m);
+        a.sub_u32(rows, m, rows);
+        let from: Reg<B64> = a.reg();
+        a.mad_wide_u32(from, row, stride, base);
+        a.mad_wide_u32(from, channel, 2, from);
+        Self { activation: wg.config.kind.activation, from, stride, rows }
+    }
+
+    /// Emits the element `row` rows further on, of channel 16 `tile` + 8 `high`.
+    fn emit_load(
+        &self,
+        a: &mut Asm,
+        (tile, high): (usize, usize),
+        row: usize,
+        column_exists: Reg<Pred>,
+    ) -> Reg<F32> {
+        let exists = a.test_u32(Cmp::Gt, self.rows, row as u32);
+        a.and_pred(exists, exists, column_exists);
+        let at: Reg<B64> = a.reg();
+        a.mad_wide_u32(at, self.stride, row as u32, self.from);
+        let offset = 2 * (16 * tile + 8 * high) as i32;
+        emit_load_element(a, self.activation, exists, at, offset)
     }
 }

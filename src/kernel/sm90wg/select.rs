@@ -7,7 +7,7 @@
 //! measurements of one H200, see `benches/NOTES.md`.
 
 use super::Geometry;
-use crate::kernel::cost::{Cost, Tiling};
+use crate::kernel::cost::{Cost, Tiling, weight_bytes};
 use crate::kernel::problem::{Config, Conversion, Problem, Reduction, Rows, Scaling, Start};
 use crate::target::DeviceSpec;
 use crate::weights::Group;
@@ -98,7 +98,7 @@ pub(super) fn candidates(problem: &Problem) -> Vec<Vec<Config>> {
                 for &scaling in scalings {
                     let config = |stages| Config {
                         family: "sm90wg",
-                        format: problem.format,
+                        kind: problem.kind,
                         group: problem.group,
                         tile_m: tile_m.next_multiple_of(8 * cluster_k * cluster_n),
                         tile_n,
@@ -242,7 +242,7 @@ pub(super) fn cost(config: &Config, problem: &Problem, device: &DeviceSpec, stri
     let issue_us = clocks / model.clocks_per_us;
 
     // Bytes.
-    let weights = f64::from(problem.n) * f64::from(problem.k) * 0.516;
+    let weights = weight_bytes(problem);
     let rows = 2.0 * problem.m as f64 * f64::from(problem.k) * tiling.num_tiles as f64;
     let geometry = Geometry::new(config);
     let in_flight = f64::from((config.stages - 1) * geometry.stage_bytes) * resident;

@@ -41,12 +41,15 @@ impl Bias {
         row_tiles: u32,
         lane: Reg<B32>,
     ) -> (Vec<Reg<B32>>, Option<Self>) {
-        let format = config.weight_format();
+        let format = config.kind.weight_format();
         match (config.conversion, format.subnormal()) {
             (Conversion::Subnormal, Some(subnormal)) => {
                 (Vec::new(), Some(Self::new(a, subnormal, config.group, row_tiles, lane)))
             }
-            _ => (config.fragments().emit_constants(a), None),
+            _ => {
+                let kind = &config.kind;
+                (kind.fragments().emit_constants(a, kind.activation), None)
+            }
         }
     }
 

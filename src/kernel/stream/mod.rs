@@ -9,17 +9,17 @@ mod bias;
 mod run;
 
 pub(super) use bias::Bias;
-pub(super) use run::{Arithmetic, Part, emit_rows_lane, emit_scale_fragment, emit_woven};
+pub(super) use run::{Arithmetic, Part, emit_rows_lane, emit_woven};
 
 use super::params::{Params, load_u32};
 use super::problem::{Config, Conversion, Problem, Reduction, Scaling, Start};
-use super::select::TILE_MS;
-use super::select::tile_m_for;
+use super::select::{TILE_MS, tile_m_for};
+use super::tile::Tile;
 use crate::asm::Asm;
 use crate::asm::reg::Reg;
 use crate::asm::types::{B32, Cmp, Pred, Special};
 use crate::layout::swizzle_unit;
-use crate::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES, TILE_K};
+use crate::weights::{Group, TILE_K};
 
 /// Bytes of one row of activations in a slot: 128 inputs.
 pub(super) const ROW_BYTES: u32 = 2 * TILE_K as u32;
@@ -44,7 +44,7 @@ pub(super) fn candidates(
     let mut candidates = Vec::new();
     for &(warps_n, warps_k) in warps {
         for &(tiles_per_warp, ctas_per_sm) in tiles_and_ctas {
-            let tile_bytes = (CODE_BYTES_PER_TILE + SCALE_ROW_BYTES) as u32;
+            let tile_bytes = problem.kind.tile().tile_bytes(Group::Size(128)) as u32;
             let slot_bytes = ctas_per_sm * warps_n * warps_k * tiles_per_warp * tile_bytes;
             let stages = computed + IN_FLIGHT_BYTES.div_ceil(slot_bytes).max(2);
             for &(conversion, scaling) in variants {
@@ -54,7 +54,7 @@ pub(super) fn candidates(
                 }
                 let config = |stages| Config {
                     family,
-                    format: problem.format,
+                    kind: problem.kind,
                     group: problem.group,
                     tile_m: tile_m_for(problem.m),
                     tile_n: 16 * tiles_per_warp * warps_n,
@@ -83,8 +83,8 @@ pub(super) fn candidates(
 /// Sizes that follow from a configuration.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Geometry {
-    /// Bytes of one packed tile: codes and scales.
-    pub(super) tile_bytes: u32,
+    /// The packed tile.
+    pub(super) tile: Tile,
     /// Bytes of one run's weights of a warp.
     pub(super) warp_bytes: u32,
     /// Bytes of one run's activations of a team.
@@ -93,20 +93,14 @@ pub(super) struct Geometry {
     pub(super) row_tiles: u32,
     /// k16 steps of one `ldmatrix.x4`: 1 of two row tiles, or 2 of one.
     pub(super) steps_per_load: u32,
-    /// Groups in a run, at least 1.
-    pub(super) groups_per_run: u32,
 }
 
 impl Geometry {
     pub(super) fn new(config: &Config) -> Self {
-        let scale_rows = match config.group {
-            Group::PerColumn => 0,
-            Group::Size(size) => TILE_K as u32 / size,
-        };
-        let tile_bytes = CODE_BYTES_PER_TILE as u32 + scale_rows * SCALE_ROW_BYTES as u32;
+        let tile = Tile::new(config);
         Self {
-            tile_bytes,
-            warp_bytes: config.tiles_per_warp() * tile_bytes,
+            tile,
+            warp_bytes: config.tiles_per_warp() * tile.bytes,
             rows_bytes: config.tile_m * ROW_BYTES,
             row_tiles: config.tile_m.div_ceil(8),
             // For bare codes a load is also what one mma adds up: one row tile.
@@ -114,7 +108,6 @@ impl Geometry {
                 Conversion::Value if config.tile_m > 8 => 1,
                 _ => 2,
             },
-            groups_per_run: scale_rows.max(1),
         }
     }
 }

@@ -10,15 +10,14 @@
 use super::bias::Bias;
 use super::{Geometry, ROW_BYTES};
 use crate::asm::reg::{Reg, Region};
-use crate::asm::types::{B16, B32, F32};
+use crate::asm::types::{B32, F32};
 use crate::asm::{Asm, Pattern, Stream};
 use crate::kernel::epilogue::Accumulators;
 use crate::kernel::problem::{Config, Conversion, Scaling};
+use crate::kernel::tile::{STEPS, Source, Tile, Words, emit_scales};
 use crate::layout::swizzle_unit;
-use crate::weights::{CODE_BYTES_PER_TILE, Group, SCALE_ROW_BYTES};
+use crate::weights::{Activation, Group};
 
-/// k16 steps of a run.
-const STEPS: u32 = 8;
 /// Tiles that [`Arithmetic::emit_pairs`] takes at a time: independent sums enough to keep the tensor cores busy.
 const PAIR: usize = 2;
 
@@ -57,10 +56,6 @@ impl Arithmetic<'_> {
         self.config.group != Group::PerColumn && self.config.scaling == Scaling::Promote
     }
 
-    fn steps_per_group(&self) -> u32 {
-        STEPS / self.geometry.groups_per_run
-    }
-
     /// Emits the accumulators of a segment, zero.
     pub(in crate::kernel) fn emit_accumulators(&self, a: &mut Asm) -> Accumulators {
         let acc: Accumulators = (0..self.config.tiles_per_warp())
@@ -80,31 +75,47 @@ impl Arithmetic<'_> {
         }
     }
 
-    /// The four words of a tile for half a run.
-    fn emit_load_words(&self, a: &mut Asm, weights: Region, tile: u32, half: u32) -> [Reg<B32>; 4] {
+    /// Where the lane finds the warp's tile `tile`.
+    fn source(&self, weights: Region, tile: usize) -> Source {
+        Source {
+            words: self.weights_lane,
+            scales: self.scales_lane,
+            start: weights.start + tile as u32 * self.geometry.tile.bytes,
+            region: weights,
+        }
+    }
+
+    /// The vector of a tile's words that begins with a k16 step.
+    fn emit_load_vector(&self, a: &mut Asm, from: Source, step: u32) -> [Reg<B32>; 4] {
         let words = a.regs();
-        let offset = tile * self.geometry.tile_bytes + 512 * half;
-        let from = self.weights_lane.at(weights.start + offset).within(weights);
-        a.ld_shared_v4_b32(words, from);
+        self.geometry.tile.emit_load_vector(a, from, step, words);
         words
     }
 
-    fn emit_load_scales(&self, a: &mut Asm, weights: Region, tile: u32, group: u32) -> Reg<B32> {
-        let word = a.reg();
-        let offset = tile * self.geometry.tile_bytes
-            + CODE_BYTES_PER_TILE as u32
-            + group * SCALE_ROW_BYTES as u32;
-        let from = self.scales_lane.at(weights.start + offset).within(weights);
-        a.ld_shared_b32(word, from);
-        word
+    /// The A fragment of some words.
+    fn emit_fragment(
+        &self,
+        a: &mut Asm,
+        zeros: Option<[Reg<B32>; 2]>,
+        words: &[Reg<B32>],
+    ) -> [Reg<B32>; 4] {
+        match (self.config.conversion, self.config.kind.weight_format().subnormal()) {
+            (Conversion::Subnormal, Some(subnormal)) => subnormal.emit_fragment(a, words[0]),
+            _ => self.geometry.tile.emit_fragment(a, &self.constants, zeros, words),
+        }
     }
 
-    /// The A fragment of a word.
-    fn emit_fragment(&self, a: &mut Asm, word: Reg<B32>) -> [Reg<B32>; 4] {
-        let format = self.config.weight_format();
-        match (self.config.conversion, format.subnormal()) {
-            (Conversion::Subnormal, Some(subnormal)) => subnormal.emit_fragment(a, word),
-            _ => self.config.fragments().emit_fragment(a, &self.constants, word),
+    fn emit_mma(
+        &self,
+        a: &mut Asm,
+        sum: [Reg<F32>; 4],
+        fragment: [Reg<B32>; 4],
+        b: [Reg<B32>; 2],
+        before: [Reg<F32>; 4],
+    ) {
+        match self.config.kind.activation {
+            Activation::F16 => a.mma_m16n8k16_f32_f16(sum, fragment, b, before),
+            Activation::Bf16 => a.mma_m16n8k16_f32_bf16(sum, fragment, b, before),
         }
     }
 
@@ -118,24 +129,23 @@ impl Arithmetic<'_> {
         acc: &Accumulators,
     ) -> Vec<Part> {
         let geometry = self.geometry;
-        let tiles = self.config.tiles_per_warp();
-        let grouped = self.config.group != Group::PerColumn;
+        let tile_shape = geometry.tile;
+        let (per_vector, per_step) = (tile_shape.steps_per_vector(), tile_shape.words_per_step());
+        let tiles = self.config.tiles_per_warp() as usize;
+        let sources: Vec<Source> = (0..tiles).map(|tile| self.source(weights, tile)).collect();
         let promote = self.promotes();
         let mut words: Vec<[Reg<B32>; 4]> = Vec::new();
         let mut batch = BatchStep::new();
         let mut next_batch = BatchStep::new();
-        let mut scales: Vec<Reg<B32>> = Vec::new();
+        let mut factors = vec![Factors::default(); tiles];
         let mut sums: Accumulators = Vec::new();
         let mut steps = Vec::new();
         for step in 0..STEPS {
             let Part { mut loads, mut dequant, mut mma } = Part::default();
-            if step % 4 == 0 {
-                // Four k16 steps of each tile.
+            if step % per_vector == 0 {
                 words.clear();
                 loads.extend(a.capture(|a| {
-                    words.extend(
-                        (0..tiles).map(|tile| self.emit_load_words(a, weights, tile, step / 4)),
-                    );
+                    words.extend(sources.iter().map(|from| self.emit_load_vector(a, *from, step)));
                 }));
             }
             if step % geometry.steps_per_load == 0 {
@@ -145,38 +155,41 @@ impl Arithmetic<'_> {
             } else {
                 batch.clone_from(&next_batch);
             }
-            let new_group = step % self.steps_per_group() == 0;
-            if grouped && new_group {
-                let group = step / self.steps_per_group();
-                scales.clear();
+            let new_group = step % tile_shape.steps_per_group() == 0;
+            let group = step / tile_shape.steps_per_group();
+            if new_group {
                 loads.extend(a.capture(|a| {
-                    scales.extend(
-                        (0..tiles).map(|tile| self.emit_load_scales(a, weights, tile, group)),
-                    );
+                    for (from, factors) in sources.iter().zip(&mut factors) {
+                        factors.emit_load(a, &tile_shape, *from, group);
+                    }
                 }));
             }
             if promote && new_group {
                 sums = acc.iter().map(|row| row.iter().map(|_| a.regs()).collect()).collect();
             }
-            for tile in 0..tiles as usize {
-                let word = words[tile][step as usize % 4];
-                let mut fragment = [word; 4];
+            for tile in 0..tiles {
+                let at = (step % per_vector) as usize * per_step;
+                let word = &words[tile][at..at + per_step];
+                let mut fragment = [word[0]; 4];
                 dequant.extend(a.capture(|a| {
-                    fragment = self.emit_fragment(a, word);
-                    if grouped && !promote {
-                        fragment = emit_scale_fragment(a, fragment, scales[tile]);
+                    if new_group {
+                        factors[tile].emit_begin_group(a, &tile_shape, group);
+                    }
+                    fragment = self.emit_fragment(a, factors[tile].zeros, word);
+                    if let (false, Some(scale)) = (promote, factors[tile].scale) {
+                        fragment = tile_shape.emit_scale_fragment(a, fragment, scale);
                     }
                 }));
                 for (j, b) in batch.iter().enumerate() {
                     let sum = if promote { sums[tile][j] } else { acc[tile][j] };
                     let before = if promote && new_group { [self.zero; 4] } else { sum };
-                    mma.extend(a.capture(|a| a.mma_m16n8k16_f32_f16(sum, fragment, *b, before)));
+                    mma.extend(a.capture(|a| self.emit_mma(a, sum, fragment, *b, before)));
                 }
             }
-            if promote && (step + 1) % self.steps_per_group() == 0 {
-                for tile in 0..tiles as usize {
+            if promote && (step + 1) % tile_shape.steps_per_group() == 0 {
+                for tile in 0..tiles {
                     let (acc, sums) = (&acc[tile], &sums[tile]);
-                    mma.extend(a.capture(|a| emit_promote(a, acc, sums, scales[tile])));
+                    mma.extend(a.capture(|a| emit_promote(a, acc, sums, factors[tile].scale)));
                 }
             }
             steps.push(Part { loads, dequant, mma });
@@ -195,8 +208,10 @@ impl Arithmetic<'_> {
         acc: &Accumulators,
     ) -> (Stream, Vec<Part>) {
         let tiles = self.config.tiles_per_warp() as usize;
-        let (grouped, promote) = (self.config.group != Group::PerColumn, self.promotes());
-        let steps_per_group = self.steps_per_group();
+        let promote = self.promotes();
+        let tile_shape = self.geometry.tile;
+        let (steps_per_group, per_step) =
+            (tile_shape.steps_per_group(), tile_shape.words_per_step());
         let mut batch: Vec<BatchStep> = Vec::new();
         let batch_loads = a.capture(|a| {
             for step in (0..STEPS).step_by(self.geometry.steps_per_load as usize) {
@@ -217,38 +232,52 @@ impl Arithmetic<'_> {
         let mut first = Part { mma, ..Part::default() };
         let mut parts = Vec::new();
         for pair in (0..tiles).step_by(PAIR).map(|tile| tile..(tile + PAIR).min(tiles)) {
+            let sources: Vec<Source> =
+                pair.clone().map(|tile| self.source(weights, tile)).collect();
             let mut sums: Accumulators = Vec::new();
-            let mut scales: Vec<Reg<B32>> = Vec::new();
+            let mut factors = vec![Factors::default(); pair.len()];
             for half in 0..2 {
                 let mut part = std::mem::take(&mut first);
-                let mut words = Vec::new();
+                let mut words: Vec<Words> = Vec::new();
                 part.loads.extend(a.capture(|a| {
-                    for tile in pair.clone() {
-                        words.push(self.emit_load_words(a, weights, tile as u32, half));
+                    for from in &sources {
+                        let vectors = (4 * half..4 * half + 4)
+                            .step_by(tile_shape.steps_per_vector() as usize);
+                        words.push(
+                            vectors
+                                .flat_map(|step| self.emit_load_vector(a, *from, step))
+                                .collect(),
+                        );
                     }
                 }));
                 for step in 4 * half..4 * half + 4 {
                     let new_group = step % steps_per_group == 0;
                     let group = step / steps_per_group;
-                    if grouped && new_group {
-                        scales.clear();
+                    if new_group {
                         part.loads.extend(a.capture(|a| {
-                            for tile in pair.clone() {
-                                scales.push(self.emit_load_scales(a, weights, tile as u32, group));
+                            for (from, factors) in sources.iter().zip(&mut factors) {
+                                factors.emit_load(a, &tile_shape, *from, group);
                             }
                         }));
                         sums = pair
                             .clone()
-                            .map(|tile| acc[tile].iter().map(|_| a.regs()).collect())
+                            .map(|tile| match promote {
+                                true => acc[tile].iter().map(|_| a.regs()).collect(),
+                                false => Vec::new(),
+                            })
                             .collect();
                     }
                     for (n, tile) in pair.clone().enumerate() {
-                        let word = words[n][step as usize % 4];
-                        let mut fragment = [word; 4];
+                        let at = step as usize % 4 * per_step;
+                        let word = &words[n][at..at + per_step];
+                        let mut fragment = [word[0]; 4];
                         part.dequant.extend(a.capture(|a| {
-                            fragment = self.emit_fragment(a, word);
-                            if grouped && !promote {
-                                fragment = emit_scale_fragment(a, fragment, scales[n]);
+                            if new_group {
+                                factors[n].emit_begin_group(a, &tile_shape, group);
+                            }
+                            fragment = self.emit_fragment(a, factors[n].zeros, word);
+                            if let (false, Some(scale)) = (promote, factors[n].scale) {
+                                fragment = tile_shape.emit_scale_fragment(a, fragment, scale);
                             }
                         }));
                         for (j, b) in batch[step as usize].iter().enumerate() {
@@ -257,15 +286,15 @@ impl Arithmetic<'_> {
                                 true => zeros[group as usize][j],
                                 false => sum,
                             };
-                            part.mma.extend(
-                                a.capture(|a| a.mma_m16n8k16_f32_f16(sum, fragment, *b, before)),
-                            );
+                            part.mma
+                                .extend(a.capture(|a| self.emit_mma(a, sum, fragment, *b, before)));
                         }
                     }
                     if promote && (step + 1) % steps_per_group == 0 {
                         for (n, tile) in pair.clone().enumerate() {
+                            let scale = factors[n].scale;
                             part.mma.extend(
-                                a.capture(|a| emit_promote(a, &acc[tile], &sums[n], scales[n])),
+                                a.capture(|a| emit_promote(a, &acc[tile], &sums[n], scale)),
                             );
                         }
                     }
@@ -350,31 +379,48 @@ pub(in crate::kernel) fn emit_rows_lane(
         .collect()
 }
 
-/// Multiplies the rows of an A fragment by their channels' scales: registers 0 and 2 hold channel g,
-/// 1 and 3 channel g + 8; the scale word has g's in its low half.
-pub(in crate::kernel) fn emit_scale_fragment(
-    a: &mut Asm,
-    fragment: [Reg<B32>; 4],
-    scale: Reg<B32>,
-) -> [Reg<B32>; 4] {
-    let both: [Reg<B32>; 2] = a.regs();
-    a.prmt_b32(both[0], scale, scale, 0x1010u32);
-    a.prmt_b32(both[1], scale, scale, 0x3232u32);
-    let scaled = a.regs();
-    for (n, (scaled, value)) in scaled.into_iter().zip(fragment).enumerate() {
-        a.mul_f16x2(scaled, value, both[n % 2]);
+/// The scales and zeros of a tile: words as they are loaded, and what the current group makes of them.
+#[derive(Clone, Debug, Default)]
+struct Factors {
+    scale_words: Words,
+    zero_words: Words,
+    /// The scales of the group, if there are groups.
+    scale: Option<Reg<B32>>,
+    /// What the conversion wants for its zeros, if zeros are stored.
+    zeros: Option<[Reg<B32>; 2]>,
+}
+
+impl Factors {
+    /// Emits the loads of what `group` is the first to want.
+    fn emit_load(&mut self, a: &mut Asm, tile: &Tile, from: Source, group: u32) {
+        let (loaded, wanted) = (self.scale_words.len(), tile.num_scale_words_for(group));
+        if loaded < wanted {
+            self.scale_words.extend((loaded..wanted).map(|_| a.reg::<B32>()));
+            tile.emit_load_scales(a, from, group, &self.scale_words);
+        }
+        if tile.num_zero_words() > 0 {
+            self.zero_words.push(a.reg());
+            tile.emit_load_zeros(a, from, group, &self.zero_words);
+        }
     }
-    scaled
+
+    fn emit_begin_group(&mut self, a: &mut Asm, tile: &Tile, group: u32) {
+        if !self.scale_words.is_empty() {
+            self.scale = Some(tile.emit_scale_word(a, &self.scale_words, group));
+        }
+        self.zeros = tile.emit_zeros(a, &self.zero_words, group);
+    }
 }
 
 /// `acc += scale * sum` in single precision, for one tile. Accumulator registers 0 and 1 are channel g,
 /// 2 and 3 channel g + 8.
-fn emit_promote(a: &mut Asm, acc: &[[Reg<F32>; 4]], sums: &[[Reg<F32>; 4]], scale: Reg<B32>) {
-    let halves: [Reg<B16>; 2] = a.regs();
-    a.mov_b32_unpack(halves, scale);
-    let scales: [Reg<F32>; 2] = a.regs();
-    a.cvt_f32_f16(scales[0], halves[0]);
-    a.cvt_f32_f16(scales[1], halves[1]);
+fn emit_promote(
+    a: &mut Asm,
+    acc: &[[Reg<F32>; 4]],
+    sums: &[[Reg<F32>; 4]],
+    scale: Option<Reg<B32>>,
+) {
+    let scales = emit_scales(a, scale.expect("sums are promoted by the scales of a group"));
     for (acc, sums) in acc.iter().zip(sums) {
         for (n, (acc, sum)) in acc.iter().zip(sums).enumerate() {
             a.fma_rn_f32(*acc, *sum, scales[n / 2], *acc);

@@ -5,7 +5,7 @@
 
 use anyhow::Context as _;
 use half::f16;
-use makaira::kernel::{Problem, Rows};
+use makaira::kernel::{Kind, Problem, Rows};
 use makaira::weights::{
     Codes, Group, PackedWeights, QuantMatrix, ScaleOrder, Scales, U4B8, default_threads,
 };
@@ -66,7 +66,14 @@ impl Shape {
 
     /// The product of `m` rows with this layer.
     pub fn problem(&self, m: u64, group: Group) -> Problem {
-        Problem { format: "u4b8", m, n: self.n as u32, k: self.k as u32, group, rows: self.rows() }
+        Problem {
+            kind: Kind::U4B8,
+            m,
+            n: self.n as u32,
+            k: self.k as u32,
+            group,
+            rows: self.rows(),
+        }
     }
 }
 

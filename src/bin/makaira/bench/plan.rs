@@ -166,9 +166,10 @@ mod tests {
     use makaira::weights::Group;
 
     use super::*;
+    use makaira::kernel::Kind;
 
     const PROBLEM: Problem = Problem {
-        format: "u4b8",
+        kind: Kind::U4B8,
         m: 16,
         n: 4096,
         k: 4096,

@@ -127,14 +127,14 @@ impl Verdict {
 mod tests {
     use makaira::backend::Backend;
     use makaira::emu::EmuBackend;
-    use makaira::kernel::{FAMILIES, Rows, select};
+    use makaira::kernel::{FAMILIES, Kind, Rows, select};
     use makaira::weights::Group;
 
     use super::*;
 
     fn ranked() -> (Problem, Vec<Choice>) {
         let problem = Problem {
-            format: "u4b8",
+            kind: Kind::U4B8,
             m: 16,
             n: 4096,
             k: 4096,

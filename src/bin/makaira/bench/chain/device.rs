@@ -6,7 +6,7 @@ use half::f16;
 use makaira::backend::{Backend, DevicePtr, Stream};
 use makaira::gemm::{Gemm, Matrix, Prepared, Weight, Workspace};
 use makaira::kernel::select::{self, Choice};
-use makaira::kernel::{Problem, Rows};
+use makaira::kernel::{Kind, Problem, Rows};
 use makaira::weights::{Group, PackedLayout, U4B8};
 
 use super::super::fill::{Filler, Pattern};
@@ -223,7 +223,7 @@ impl Drop for Chain {
 fn problem(layout: &PackedLayout, m: u64) -> Problem {
     let rows = Rows::of(layout.n, layout.k);
     let (n, k) = (layout.n as u32, layout.k as u32);
-    Problem { format: "u4b8", m, n, k, group: layout.group, rows }
+    Problem { kind: Kind::U4B8, m, n, k, group: layout.group, rows }
 }
 
 /// What a run of a chain has left.
