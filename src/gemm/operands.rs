@@ -79,8 +79,11 @@ pub(super) fn arguments(
     let layout = weight.layout();
     let k_tiles = layout.num_k_tiles() as u32;
     let num_tiles = select::num_tiles(config, problem, plan.num_rows.into());
+    let deal = select::deal(config, plan, num_tiles as u32, k_tiles);
+    // Nothing is divided by a share that nobody has.
+    let stripe = deal.share.max(1);
     let [(k_tiles_magic, k_tiles_shift), (stripe_magic, stripe_shift)] =
-        select::magics(problem, plan.stripe);
+        select::magics(problem, stripe);
     let at = |matrix: Matrix| matrix.ptr.0 + 2 * matrix.stride * plan.first_row;
     Arguments {
         a_ptr: at(a),
@@ -96,8 +99,8 @@ pub(super) fn arguments(
         c_stride_bytes: (2 * c.stride) as u32,
         num_chunk_columns: (layout.n_padded / crate::weights::CHUNK_CHANNELS) as u32,
         k_tiles,
-        num_runs: num_tiles as u32 * k_tiles,
-        stripe: plan.stripe,
+        num_runs: deal.shared_tiles * k_tiles,
+        stripe,
         k_tiles_magic,
         k_tiles_shift,
         stripe_magic,

@@ -35,7 +35,7 @@ impl Gemm {
         if let Some(choice) = self.choices.read().expect("no panic holds it").get(&slot) {
             return Ok(*choice);
         }
-        let predicted = select::choose(problem, self.backend.device())?;
+        let predicted = select::choose_for(problem, self.backend.device(), overlap_previous)?;
         let choice = self.winner(problem, overlap_previous).unwrap_or(predicted);
         let mut choices = self.choices.write().expect("no panic holds it");
         Ok(*choices.entry(slot).or_insert(choice))
@@ -45,7 +45,7 @@ impl Gemm {
     fn winner(&self, problem: &Problem, overlap_previous: bool) -> Option<Choice> {
         let store = self.tuning.as_ref().filter(|store| store.folder().is_some())?;
         let device = self.backend.timing_identity()?;
-        let ranked = ranked(&*self.backend, problem);
+        let ranked = ranked(&*self.backend, problem, overlap_previous);
         let key = key(&device, problem, overlap_previous, &ranked);
         let winner = store.get(&key)?;
         let is_it = |choice: &Choice| {
@@ -79,15 +79,17 @@ impl Gemm {
         let store = store.ok_or_else(|| unsupported("there is no store for measured winners"))?;
         let device = self.backend.timing_identity();
         let device = device.ok_or_else(|| unsupported("times on this device mean nothing"))?;
-        let key = key(&device, problem, overlap_previous, &ranked(&*self.backend, problem));
+        let ranked = ranked(&*self.backend, problem, overlap_previous);
+        let key = key(&device, problem, overlap_previous, &ranked);
         let (config, plan) = (choice.config.to_string(), plan_of(choice));
         store.put(&key, &Winner { config, plan, us })
     }
 }
 
 /// All candidates for a problem's step of the batch.
-fn ranked(backend: &dyn Backend, problem: &Problem) -> Vec<Choice> {
-    select::ranked(&Problem { m: step(problem.m), ..*problem }, backend.device())
+fn ranked(backend: &dyn Backend, problem: &Problem, overlap_previous: bool) -> Vec<Choice> {
+    let problem = Problem { m: step(problem.m), ..*problem };
+    select::ranked_for(&problem, backend.device(), overlap_previous)
 }
 
 /// What a problem's winner is kept under.

@@ -31,8 +31,10 @@ pub(super) fn weight_bytes(problem: &Problem) -> f64 {
 /// What a plan is predicted to take.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Cost {
-    /// Microseconds in all.
+    /// Microseconds in all, after the kernel before it has ended.
     pub total_us: f64,
+    /// The same with early launch, see [`Cost::early`].
+    pub early_us: f64,
     /// Microseconds that memory needs for the bytes.
     pub memory_us: f64,
     /// Microseconds that the busiest scheduler needs to issue its instructions.
@@ -48,6 +50,25 @@ impl fmt::Display for Cost {
             "{:.1} us (memory {:.1}, issue {:.1}, fixed {:.1})",
             self.total_us, self.memory_us, self.issue_us, self.fixed_us
         )
+    }
+}
+
+impl Cost {
+    /// What early launch saves: the launch and the first bytes hide behind the kernel before.
+    const EARLY_GAIN_US: f64 = 1.1;
+    /// What a stream loses, for each microsecond that it takes, when several CTAs of a grid may land on one SM.
+    const EARLY_CROWD: f64 = 0.12;
+    /// Streams up to this long do not suffer, those of twice that fully.
+    const EARLY_SHORT_US: f64 = 3.5;
+
+    /// The prediction with early launch of what takes `total_us` without.
+    ///
+    /// CTAs begin wherever the grid before leaves room. Where one SM takes more of them (`fit`) than its share
+    /// (`per_sm`), some SMs get several and others none.
+    pub(super) fn early(total_us: f64, memory_us: f64, fit: f64, per_sm: f64) -> f64 {
+        let long = ((memory_us - Self::EARLY_SHORT_US) / Self::EARLY_SHORT_US).clamp(0.0, 1.0);
+        let crowd = if fit > per_sm { Self::EARLY_CROWD * long * memory_us } else { 0.0 };
+        (total_us - Self::EARLY_GAIN_US).max(memory_us) + crowd
     }
 }
 
@@ -183,7 +204,9 @@ pub(super) fn of_mma(
     let fit = spec.map_or(1, |spec| {
         spec.ctas_that_fit(config.num_threads(), family.registers_needed(config), smem)
     });
-    let fit = f64::from(fit.max(config.ctas_per_sm));
+    // A grid that wants its SMs to itself takes as much shared memory as that needs.
+    let fit = if config.own_sm { config.ctas_per_sm } else { fit.max(config.ctas_per_sm) };
+    let fit = f64::from(fit);
     let ctas_per_sm = (ctas / num_sms).ceil();
     let resident = ctas_per_sm.min(fit);
     let waves = (ctas / (num_sms * fit)).ceil();
@@ -230,5 +253,6 @@ pub(super) fn of_mma(
     let norm =
         |a: f64, b: f64| (a.powf(model.overlap) + b.powf(model.overlap)).powf(1.0 / model.overlap);
     let total_us = terms.factor * (fixed_us + norm(memory_us, issue_us));
-    Cost { total_us, memory_us, issue_us, fixed_us }
+    let early_us = Cost::early(total_us, memory_us, fit, ctas_per_sm);
+    Cost { total_us, early_us, memory_us, issue_us, fixed_us }
 }

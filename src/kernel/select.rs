@@ -6,6 +6,7 @@
 use super::cost::Tiling;
 use super::params::magic;
 use super::problem::{Config, Conversion, Plan, Problem, Reduction, Rows, Scaling};
+use super::stripe::Deal;
 use super::{FAMILIES, KernelFamily};
 use crate::target::{DeviceSpec, SmArch};
 use crate::weights::{Activation, Group};
@@ -152,10 +153,7 @@ fn stripes(tiling: &Tiling, config: &Config, device: &DeviceSpec) -> Vec<u32> {
     let num_tiles = if covers_rows { all_tiles } else { tiling.num_tiles };
     // Row tiles already fill a card that many times: partial sums would only cost.
     let few = all_tiles < 4 * slots;
-    // Where whole tiles leave few CTAs idle they are better: CTAs stay in step and share what they read.
-    let share = if tiles_per_slot > 1 { 8 } else { 9 };
-    let fills = 10 * all_tiles >= share * slots * tiles_per_slot;
-    if few && !(covers_rows && fills) {
+    if few {
         stripes.extend((2..=8).map(|parts| tiling.k_tiles.div_ceil(parts)));
         for waves in 1..=2 {
             let even = (all_tiles * tiling.k_tiles).div_ceil(slots * waves);
@@ -178,6 +176,14 @@ pub fn num_tiles(config: &Config, problem: &Problem, num_rows: u64) -> u64 {
     match family_of(config).stripes_cover_rows() {
         true => num_tiles * num_rows.div_ceil(config.tile_m.into()),
         false => num_tiles,
+    }
+}
+
+/// How one launch's tiles are divided between shares and whole tiles.
+pub fn deal(config: &Config, plan: &Plan, num_tiles: u32, k_tiles: u32) -> Deal {
+    match family_of(config).stripes_cover_rows() {
+        true => Deal::whole_first(num_tiles, plan.grid[0] / config.cluster(), plan.stripe, k_tiles),
+        false => Deal::stripes(num_tiles, plan.stripe),
     }
 }
 
@@ -241,8 +247,13 @@ pub struct NoKernel {
     reasons: String,
 }
 
-/// All choices for a problem on a device, cheapest first.
+/// All choices for a problem on a device, cheapest first, launched after the kernel before.
 pub fn ranked(problem: &Problem, device: &DeviceSpec) -> Vec<Choice> {
+    ranked_for(problem, device, false)
+}
+
+/// All choices for a problem on a device, cheapest first, with early launch if they overlap the kernel before.
+pub fn ranked_for(problem: &Problem, device: &DeviceSpec, overlap_previous: bool) -> Vec<Choice> {
     let mut choices: Vec<Choice> = candidates(problem, device.arch)
         .into_iter()
         .filter(|config| family_of(config).isa() <= device.isa)
@@ -257,8 +268,11 @@ pub fn ranked(problem: &Problem, device: &DeviceSpec) -> Vec<Choice> {
         })
         .filter(|choice| divisible(&choice.config, problem))
         .collect();
-    choices
-        .sort_by(|a, b| a.cost.total_us.total_cmp(&b.cost.total_us).then(a.config.cmp(&b.config)));
+    let us = |choice: &Choice| match overlap_previous {
+        true => choice.cost.early_us,
+        false => choice.cost.total_us,
+    };
+    choices.sort_by(|a, b| us(a).total_cmp(&us(b)).then(a.config.cmp(&b.config)));
     choices
 }
 
@@ -270,11 +284,23 @@ fn divisible(config: &Config, problem: &Problem) -> bool {
         && tiling.k_tiles.is_multiple_of(family_of(config).stripe_step(config).into())
 }
 
-/// The cheapest choice for the problem's [`step`] of the batch.
+/// The cheapest choice for the problem's [`step`] of the batch, launched after the kernel before it.
+///
+/// # Errors
+/// Those of [`choose_for`].
+pub fn choose(problem: &Problem, device: &DeviceSpec) -> Result<Choice, NoKernel> {
+    choose_for(problem, device, false)
+}
+
+/// The cheapest choice for the problem's [`step`] of the batch, with early launch if it overlaps the kernel before.
 ///
 /// # Errors
 /// [`NoKernel`] if the problem is too large or no family has a legal configuration, with each reason.
-pub fn choose(problem: &Problem, device: &DeviceSpec) -> Result<Choice, NoKernel> {
+pub fn choose_for(
+    problem: &Problem,
+    device: &DeviceSpec,
+    overlap_previous: bool,
+) -> Result<Choice, NoKernel> {
     let no_kernel = |reasons: String| NoKernel {
         problem: problem.to_string(),
         device: format!("{} ({})", device.name, device.arch),
@@ -287,7 +313,7 @@ pub fn choose(problem: &Problem, device: &DeviceSpec) -> Result<Choice, NoKernel
         )));
     }
     let stepped = Problem { m: step(problem.m), ..*problem };
-    ranked(&stepped, device).first().copied().ok_or_else(|| {
+    ranked_for(&stepped, device, overlap_previous).first().copied().ok_or_else(|| {
         let reason = |family: &&dyn KernelFamily| {
             let why = match family.runs_on(device.arch) {
                 false => format!("does not run on {}", device.arch),

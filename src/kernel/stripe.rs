@@ -5,6 +5,10 @@
 //! tile, whole tiles, and the start of another. The CTA that begins a tile owns it; every later stripe
 //! that holds a part of it contributes that part as the first thing it does. A CTA therefore contributes
 //! at most once, and stripe `s` has partial-sum slot `s`.
+//! **Dealt tiles.** A family whose stripes run over the rows too deals whole tiles out first, tile
+//! `first + i * CTAs + s` to stripe `s`, so that CTAs stay in step and read neighbouring tiles at the same time; only
+//! the tiles before `first` are cut into shares as above. A CTA computes its share before its whole tiles: by the
+//! time it is done, nobody waits for a sum. [`Deal`] says how many of each.
 //! **Progress.** Owners wait for stripes with larger numbers. CTAs are numbered against the launch order
 //! (`stripe = last - ctaid`), so what an owner waits for was launched before it: a grid larger than the
 //! card, or two grids sharing it, cannot lock up.
@@ -16,8 +20,77 @@
 
 use super::params::{Params, emit_div, load_u32};
 use crate::asm::Asm;
-use crate::asm::reg::Reg;
+use crate::asm::reg::{Param, Reg};
 use crate::asm::types::{B32, Cmp, Pred, Special};
+
+/// How a grid's tiles are divided between shares and whole tiles. All in units of one launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Deal {
+    /// Tiles that are cut into shares; those after them are dealt out whole.
+    pub shared_tiles: u32,
+    /// Runs of a share; 0 if no tile is shared.
+    pub share: u32,
+}
+
+impl Deal {
+    /// Everything is cut into stripes of `stripe` runs.
+    pub fn stripes(num_tiles: u32, stripe: u32) -> Self {
+        Self { shared_tiles: num_tiles, share: stripe }
+    }
+
+    /// Each of `num_ctas` CTAs takes `stripe` runs of tiles of `k_tiles`: whole tiles, and a share of at least half a
+    /// tile, because a tile in more parts costs more sums than it saves time.
+    pub fn whole_first(num_tiles: u32, num_ctas: u32, stripe: u32, k_tiles: u32) -> Self {
+        let (mut whole, mut share) = (stripe / k_tiles, stripe % k_tiles);
+        if share == 0 {
+            return Self { shared_tiles: 0, share: 0 };
+        }
+        if whole > 0 && 2 * share < k_tiles {
+            whole -= 1;
+            share += k_tiles;
+        }
+        Self { shared_tiles: num_tiles.saturating_sub(whole.saturating_mul(num_ctas)), share }
+    }
+}
+
+/// Where the tiles that are dealt out whole lie: entry parameters, and who takes them.
+#[derive(Clone, Copy, Debug)]
+pub struct Dealt {
+    /// The first of them: [`Deal::shared_tiles`].
+    pub first: Param,
+    /// One past the last.
+    pub end: Param,
+    /// CTAs that take one together, a power of two.
+    pub cluster: u32,
+}
+
+impl Dealt {
+    /// The number of this CTA, or of its cluster, and of all of them.
+    fn emit_place(&self, a: &mut Asm) -> [Reg<B32>; 2] {
+        let [idx, count] = a.regs();
+        a.mov_u32_special(idx, Special::CtaidX);
+        a.mov_u32_special(count, Special::NctaidX);
+        if self.cluster > 1 {
+            a.shr_u32(idx, idx, self.cluster.ilog2());
+            a.shr_u32(count, count, self.cluster.ilog2());
+        }
+        [idx, count]
+    }
+
+    /// The whole tile after a segment that ends a share or is a whole tile, and whether there is one.
+    fn emit_whole_after(&self, a: &mut Asm, segment: &Segment) -> (Reg<B32>, Reg<Pred>) {
+        let first = load_u32(a, self.first);
+        let num_tiles = load_u32(a, self.end);
+        let [_, count] = self.emit_place(a);
+        let [after_share, whole] = a.regs();
+        a.add_u32(after_share, first, segment.stripe_idx);
+        a.add_u32(whole, segment.tile, count);
+        let in_share = a.test_u32(Cmp::Lt, segment.tile, first);
+        a.selp_b32(whole, after_share, whole, in_share);
+        let exists = a.test_u32(Cmp::Lt, whole, num_tiles);
+        (whole, exists)
+    }
+}
 
 /// The part of a stripe that lies in one tile, and what the CTA needs to know about its stripe.
 #[derive(Clone, Copy, Debug)]
@@ -37,13 +110,13 @@ pub struct Segment {
 /// What is left of a CTA's stripe after a segment.
 #[derive(Clone, Copy, Debug)]
 pub struct Stripe {
-    /// Runs of 128 inputs after the segment.
+    /// Runs of 128 inputs after the segment, whole tiles that are dealt out apart.
     left: Reg<B32>,
+    dealt: Option<Dealt>,
 }
 
-/// Emits the stripe of this CTA, or of its cluster if that has `cluster` CTAs, a power of two: its first segment
-/// and what follows it.
-pub fn emit_stripe(a: &mut Asm, params: &Params, cluster: u32) -> (Stripe, Segment) {
+/// Emits this CTA's stripe: its first segment and what follows it.
+pub fn emit_stripe(a: &mut Asm, params: &Params) -> (Stripe, Segment) {
     let k_tiles = load_u32(a, params.k_tiles);
     let stripe = load_u32(a, params.stripe);
     let num_runs = load_u32(a, params.num_runs);
@@ -52,10 +125,6 @@ pub fn emit_stripe(a: &mut Asm, params: &Params, cluster: u32) -> (Stripe, Segme
     let [ctaid, num_ctas, stripe_idx, first, left, begin, end, before] = a.regs();
     a.mov_u32_special(ctaid, Special::CtaidX);
     a.mov_u32_special(num_ctas, Special::NctaidX);
-    if cluster > 1 {
-        a.shr_u32(ctaid, ctaid, cluster.ilog2());
-        a.shr_u32(num_ctas, num_ctas, cluster.ilog2());
-    }
     a.sub_u32(stripe_idx, num_ctas, ctaid);
     a.sub_u32(stripe_idx, stripe_idx, 1);
     a.mul_lo_u32(first, stripe_idx, stripe);
@@ -68,7 +137,41 @@ pub fn emit_stripe(a: &mut Asm, params: &Params, cluster: u32) -> (Stripe, Segme
     a.min_u32(end, end, k_tiles);
     a.add_u32(left, left, begin);
     a.sub_u32(left, left, end);
-    (Stripe { left }, Segment { stripe_idx, tile, begin, end, k_tiles })
+    (Stripe { left, dealt: None }, Segment { stripe_idx, tile, begin, end, k_tiles })
+}
+
+/// The same for a grid that deals whole tiles out; the stripe is the cluster's where CTAs take tiles together.
+pub fn emit_dealt_stripe(a: &mut Asm, params: &Params, dealt: Dealt) -> (Stripe, Segment) {
+    let k_tiles = load_u32(a, params.k_tiles);
+    let share = load_u32(a, params.stripe);
+    let num_runs = load_u32(a, params.num_runs);
+    let multiplier = load_u32(a, params.k_tiles_magic);
+    let shift = load_u32(a, params.k_tiles_shift);
+    let first_whole = load_u32(a, dealt.first);
+    let [idx, count] = dealt.emit_place(a);
+    let [stripe_idx, first, left, tile, begin, end, before, whole] = a.regs();
+    a.sub_u32(stripe_idx, count, idx);
+    a.sub_u32(stripe_idx, stripe_idx, 1);
+    a.mul_lo_u32(first, stripe_idx, share);
+    a.min_u32(first, first, num_runs);
+    a.sub_u32(left, num_runs, first);
+    a.min_u32(left, left, share);
+    let shared = emit_div(a, first, multiplier, shift);
+    a.mul_lo_u32(before, shared, k_tiles);
+    a.sub_u32(begin, first, before);
+    a.add_u32(end, begin, left);
+    a.min_u32(end, end, k_tiles);
+    // Without a share the first segment is a whole tile.
+    let no_share = a.test_u32(Cmp::Eq, left, 0);
+    a.add_u32(left, left, begin);
+    a.sub_u32(left, left, end);
+    a.add_u32(whole, first_whole, stripe_idx);
+    a.selp_b32(tile, whole, shared, no_share);
+    a.selp_b32(begin, 0u32, begin, no_share);
+    a.selp_b32(end, k_tiles, end, no_share);
+    a.selp_b32(left, 0u32, left, no_share);
+    let stripe = Stripe { left, dealt: Some(dealt) };
+    (stripe, Segment { stripe_idx, tile, begin, end, k_tiles })
 }
 
 impl Stripe {
@@ -79,6 +182,14 @@ impl Stripe {
         a.mov_b32(begin, 0);
         a.min_u32(end, self.left, segment.k_tiles);
         a.sub_u32(self.left, self.left, end);
+        if let Some(dealt) = self.dealt {
+            // Once the share is done, the next whole tile, if there is one.
+            let (whole, takes) = dealt.emit_whole_after(a, segment);
+            let done = a.test_u32(Cmp::Eq, end, 0);
+            a.and_pred(takes, takes, done);
+            a.selp_b32(tile, whole, tile, takes);
+            a.selp_b32(end, segment.k_tiles, end, takes);
+        }
         Segment { tile, begin, end, ..*segment }
     }
 
@@ -87,12 +198,30 @@ impl Stripe {
         let runs = a.reg();
         a.sub_u32(runs, segment.end, segment.begin);
         a.add_u32(runs, runs, self.left);
+        if let Some(dealt) = self.dealt {
+            let [_, count] = dealt.emit_place(a);
+            let num_tiles = load_u32(a, dealt.end);
+            let (whole, _) = dealt.emit_whole_after(a, segment);
+            let [again, counted] = ["count", "counted"].map(|name| a.label(name));
+            a.bind(again);
+            let past = a.test_u32(Cmp::Ge, whole, num_tiles);
+            a.when(past, |a| a.bra(counted));
+            a.add_u32(runs, runs, segment.k_tiles);
+            a.add_u32(whole, whole, count);
+            a.bra(again);
+            a.bind(counted);
+        }
         runs
     }
 
-    /// Emits whether there is a segment after the newest one.
-    pub fn emit_has_next(&self, a: &mut Asm) -> Reg<Pred> {
-        a.test_u32(Cmp::Ne, self.left, 0)
+    /// Emits whether there is a segment after `segment`, the newest one.
+    pub fn emit_has_next(&self, a: &mut Asm, segment: &Segment) -> Reg<Pred> {
+        let more = a.test_u32(Cmp::Ne, self.left, 0);
+        if let Some(dealt) = self.dealt {
+            let (_, exists) = dealt.emit_whole_after(a, segment);
+            a.or_pred(more, more, exists);
+        }
+        more
     }
 
     /// Emits one value if nothing is left after the newest segment and another if something is.

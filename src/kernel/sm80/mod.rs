@@ -93,7 +93,7 @@ pub fn build(config: &Config, target: SmArch) -> Module {
     let sums = a.smem.overlay("partial sums (after the loop)", sums_start, sums_bytes);
 
     let kernel = Sm80::prologue(&mut a, config, geometry, slots, &params, target.sm >= 90);
-    let (stripe, segment) = a.section("stripe", |a| emit_stripe(a, &params, 1));
+    let (stripe, segment) = a.section("stripe", |a| emit_stripe(a, &params));
     let cursor = a.section("stripe", |a| kernel.emit_cursor(a));
     kernel.emit_first_fill(&mut a, &stripe, &segment, &cursor);
     let next_segment = a.label("segment");

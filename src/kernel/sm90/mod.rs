@@ -122,7 +122,7 @@ pub fn build(config: &Config, target: SmArch) -> Module {
     // As little as possible stands before the first copies.
     let warp = a.section("who is who", |a| Warp::new(a, config));
     let weights = WeightRing::new(&mut a, config, &params, weights_slots, &warp);
-    let (stripe, segment) = a.section("stripe", |a| emit_stripe(a, &params, 1));
+    let (stripe, segment) = a.section("stripe", |a| emit_stripe(a, &params));
     weights.emit_first_fill(&mut a, &stripe, &segment);
     let (thread, arithmetic, rows) = a.section("who is who", |a| {
         let lane = a.reg();

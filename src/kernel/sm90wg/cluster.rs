@@ -21,7 +21,7 @@ use crate::asm::reg::{Label, Reg};
 use crate::asm::types::{B32, Cmp, F32, Pred, Special};
 use crate::kernel::epilogue::Accumulators;
 use crate::kernel::problem::Config;
-use crate::kernel::stripe::Stripe;
+use crate::kernel::stripe::{Segment, Stripe};
 
 /// What a CTA of a cluster knows.
 #[derive(Clone, Copy, Debug)]
@@ -76,7 +76,7 @@ impl Wg<'_> {
         a: &mut Asm,
         member: &Member,
         sums: &Accumulators,
-        stripe: &Stripe,
+        (stripe, segment): (&Stripe, &Segment),
         in_team: Reg<B32>,
         done: Label,
     ) -> Accumulators {
@@ -170,14 +170,20 @@ impl Wg<'_> {
                 add(a, item, theirs);
             }
         });
-        a.section("give back", |a| self.emit_give_back(a, stripe, bars_there));
+        a.section("give back", |a| self.emit_give_back(a, stripe, segment, bars_there));
         sums
     }
 
     /// Lets both CTAs store the next segment's sums here, if there is one.
-    fn emit_give_back(&self, a: &mut Asm, stripe: &Stripe, bars_there: Reg<B32>) {
+    fn emit_give_back(
+        &self,
+        a: &mut Asm,
+        stripe: &Stripe,
+        segment: &Segment,
+        bars_there: Reg<B32>,
+    ) {
         let (sums_bar, free_bar) = self.handover();
-        let releases = stripe.emit_has_next(a);
+        let releases = stripe.emit_has_next(a, segment);
         a.and_pred(releases, releases, self.elected);
         let announces: Reg<Pred> = a.test_u32(Cmp::Eq, self.warp, 0);
         a.and_pred(announces, announces, releases);

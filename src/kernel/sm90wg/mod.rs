@@ -27,7 +27,7 @@ use self::supply::Supply;
 use super::cost::Cost;
 use super::params::{Arguments, Params, load_u32, magic};
 use super::problem::{Config, Conversion, Problem, Reduction, Rows, Scaling, Start};
-use super::stripe::{Segment, emit_stripe};
+use super::stripe::{Dealt, Segment, emit_dealt_stripe};
 use super::tile::Tile;
 use crate::asm::reg::{Param, Reg, Region};
 use crate::asm::types::{B32, Cmp, Pred, Special};
@@ -149,15 +149,22 @@ struct Extra {
     row_tiles_magic: Param,
     /// Its shift.
     row_tiles_shift: Param,
+    /// The tiles that are dealt out whole.
+    dealt: Dealt,
 }
 
 impl Extra {
-    fn declare(a: &mut Asm) -> Self {
+    fn declare(a: &mut Asm, config: &Config) -> Self {
         Self {
             a_map: a.param_tensor_map("a_map"),
             row_tiles: a.param_u32("row_tiles"),
             row_tiles_magic: a.param_u32("row_tiles_magic"),
             row_tiles_shift: a.param_u32("row_tiles_shift"),
+            dealt: Dealt {
+                first: a.param_u32("first_whole"),
+                end: a.param_u32("num_tiles"),
+                cluster: config.cluster(),
+            },
         }
     }
 }
@@ -174,7 +181,10 @@ pub fn extra_arguments(config: &Config, arguments: &Arguments, list: &mut ArgLis
         swizzle: Swizzle::B128,
     };
     list.push(Arg::TensorMap(a_map));
-    [row_tiles, multiplier, shift].map(Arg::U32).into_iter().for_each(|arg| list.push(arg));
+    let first_whole = arguments.num_runs / arguments.k_tiles;
+    let num_tiles = arguments.n.div_ceil(config.stripe_n()) * row_tiles;
+    let numbers = [row_tiles, multiplier, shift, first_whole, num_tiles];
+    numbers.map(Arg::U32).into_iter().for_each(|arg| list.push(arg));
 }
 
 /// What every warp of the CTA knows.
@@ -261,7 +271,7 @@ impl Wg<'_> {
 pub fn build(config: &Config, _target: SmArch) -> Module {
     let mut a = Asm::new();
     let params = Params::declare(&mut a, &config.kind);
-    let extra = Extra::declare(&mut a);
+    let extra = Extra::declare(&mut a, config);
     let plan = Plan::new(&mut a, config);
     let wg = a.section("who is who", |a| {
         let [smem, tid, lane, own, warp] = a.regs();
@@ -282,7 +292,7 @@ pub fn build(config: &Config, _target: SmArch) -> Module {
         a.cluster = config.cluster();
         a.section("cluster", |a| a.barrier_cluster_arrive_relaxed_aligned());
     }
-    let (stripe, segment) = a.section("stripe", |a| emit_stripe(a, &params, config.cluster()));
+    let (stripe, segment) = a.section("stripe", |a| emit_dealt_stripe(a, &params, extra.dealt));
     let supply = a.section("supply", |a| {
         let supply = Supply::new(a, &wg);
         a.bar_sync(0);

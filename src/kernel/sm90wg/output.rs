@@ -63,7 +63,7 @@ impl Wg<'_> {
         let mut sums = sums.clone();
         if let (Some(member), 2..) = (&self.member, config.cluster_k) {
             a.section("sums of the cluster", |a| {
-                sums = self.emit_handover(a, member, &sums, stripe, in_team, done);
+                sums = self.emit_handover(a, member, &sums, (stripe, segment), in_team, done);
                 a.mad_lo_u32(place.row_begin, member.rank, own_rows(config), place.row_begin);
                 // The second CTA's rows may all lie past the last one.
                 let m = load_u32(a, self.params.m);

@@ -155,9 +155,10 @@ struct Model {
     /// Launch, prologue, first bytes, and each further wave of CTAs, in microseconds.
     start_us: f64,
     wave_us: f64,
-    /// Bytes per microsecond: of memory, and from L2 to all SMs.
+    /// Bytes per microsecond: of memory, and from L2 to all SMs, weights and rows. CTAs in step share a row's.
     memory_bytes_per_us: f64,
-    l2_bytes_per_us: f64,
+    weights_l2_bytes_per_us: f64,
+    rows_l2_bytes_per_us: f64,
     /// Clocks per microsecond.
     clocks_per_us: f64,
     /// Clocks that a scheduler issues for a product, beside the fetch of A: conversion, with scaled fragments,
@@ -168,6 +169,10 @@ struct Model {
     stage: f64,
     /// Clocks from a product's end to the next one's begin in the same warpgroup.
     latency: f64,
+    /// Clocks that the tensor cores lose with a product, whatever its rows.
+    gap: f64,
+    /// What stripes that do not divide tiles evenly cost, as a share: their CTAs read different inputs at a time.
+    uneven: f64,
     /// Bytes in flight on an SM below which the stream starves.
     in_flight_bytes: f64,
     /// Reduction: a hop, and per 100 kB of a helper's sums; the epilogue of a segment, fixed and per 100 kB.
@@ -178,31 +183,36 @@ struct Model {
     /// The exchange of a cluster in a segment, fixed and per 100 kB of the tile's sums.
     exchange_us: f64,
     exchange_us_per_100kb: f64,
-    /// Exponents with which bounds add up: of an SM's clocks, and of clocks and bytes.
+    /// Exponents with which bounds add up: of an SM's clocks, of clocks and memory, and of both with L2.
     sharp: f64,
     overlap: f64,
+    l2_overlap: f64,
 }
 
 const MODEL: Model = Model {
-    start_us: 2.51,
-    wave_us: 1.37,
-    memory_bytes_per_us: 4.65e6,
-    l2_bytes_per_us: 10.5e6,
-    clocks_per_us: 1720.0,
-    value: 1.49,
-    fragment: 21.0,
-    promotion: 0.56,
-    stage: 4.5,
-    latency: 12.9,
-    in_flight_bytes: 88.7e3,
-    hop_us: 1.41,
-    helper_us_per_100kb: 1.5,
-    epilogue_us: 0.12,
-    epilogue_us_per_100kb: 0.41,
+    start_us: 2.754,
+    wave_us: 4.549,
+    memory_bytes_per_us: 4.8e6,
+    weights_l2_bytes_per_us: 21.23e6,
+    rows_l2_bytes_per_us: 46.48e6,
+    clocks_per_us: 1781.0,
+    value: 4.947,
+    fragment: 24.03,
+    promotion: 1.859,
+    stage: 40.61,
+    latency: 0.526,
+    gap: 8.376,
+    uneven: 0.0889,
+    in_flight_bytes: 95.47e3,
+    hop_us: 1.219,
+    helper_us_per_100kb: 1.579,
+    epilogue_us: 1.083,
+    epilogue_us_per_100kb: 0.0167,
     exchange_us: 0.7,
     exchange_us_per_100kb: 1.2,
-    sharp: 6.0,
-    overlap: 1.97,
+    sharp: 12.0,
+    overlap: 3.295,
+    l2_overlap: 1.287,
 };
 
 /// Clocks that fetching A from registers takes, whatever the columns. Measured.
@@ -231,7 +241,7 @@ pub(super) fn cost(config: &Config, problem: &Problem, device: &DeviceSpec, stri
         * warpgroups
         * per_sm;
     let half_rows = f64::from(config.tile_m) / 2.0;
-    let tensor = half_rows.max(FETCH_CLOCKS);
+    let tensor = half_rows.max(FETCH_CLOCKS) + model.gap;
     let conversion = match super::promotes(config) {
         true => model.value + model.promotion * half_rows / 8.0,
         false => model.fragment,
@@ -248,7 +258,8 @@ pub(super) fn cost(config: &Config, problem: &Problem, device: &DeviceSpec, stri
     let in_flight = f64::from((config.stages - 1) * geometry.stage_bytes) * resident;
     let starved = (model.in_flight_bytes / in_flight).max(1.0);
     let memory_us = weights / model.memory_bytes_per_us * starved;
-    let l2_us = (weights * tiling.row_tiles as f64 + rows) / model.l2_bytes_per_us;
+    let l2_us = weights * tiling.row_tiles as f64 / model.weights_l2_bytes_per_us
+        + rows / model.rows_l2_bytes_per_us;
 
     // Fixed.
     let shares = stripe % k_tiles != 0.0;
@@ -265,6 +276,11 @@ pub(super) fn cost(config: &Config, problem: &Problem, device: &DeviceSpec, stri
         model.epilogue_us + model.epilogue_us_per_100kb * tile / cluster_k + exchange_us;
     let fixed_us =
         model.start_us + model.wave_us * (waves - 1.0) + reduction_us + segments * epilogue_us;
-    let total_us = fixed_us + norm(&[issue_us, memory_us, l2_us], model.overlap);
-    Cost { total_us, memory_us: memory_us.max(l2_us), issue_us, fixed_us }
+    let in_step = stripe % k_tiles == 0.0 || k_tiles % stripe == 0.0;
+    let uneven = if in_step { 1.0 } else { 1.0 + model.uneven };
+    let body_us = norm(&[norm(&[issue_us, memory_us], model.overlap), l2_us], model.l2_overlap);
+    let total_us = fixed_us + uneven * body_us;
+    // Its rings leave no room for another CTA.
+    let early_us = Cost::early(total_us, memory_us, resident, resident);
+    Cost { total_us, early_us, memory_us: memory_us.max(l2_us), issue_us, fixed_us }
 }

@@ -13,7 +13,7 @@ use crate::asm::Asm;
 use crate::asm::reg::Reg;
 use crate::asm::types::{B16, B32, B64, Cmp, Pred};
 use crate::kernel::params::{load_u32, load_u64};
-use crate::kernel::stripe::{Segment, Stripe, emit_stripe};
+use crate::kernel::stripe::{Segment, Stripe, emit_dealt_stripe};
 
 /// L2 policy of the weight stream: evict first. Source: what `createpolicy.fractional.L2::evict_first` gives.
 const EVICT_FIRST: u64 = 0x12f0_0000_0000_0000;
@@ -105,7 +105,7 @@ impl<'a> Supply<'a> {
         a.add_u32(full, wg.smem, wg.plan.full.start);
         a.add_u32(full_end, full, 8 * config.stages);
         a.mov_b32(parity, 1);
-        let (stripe, segment) = emit_stripe(a, &wg.params, config.cluster());
+        let (stripe, segment) = emit_dealt_stripe(a, &wg.params, wg.extra.dealt);
         let supply = Self {
             wg,
             tiles,
