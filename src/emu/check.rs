@@ -87,6 +87,21 @@ impl Line {
         }
     }
 
+    /// Calls `f` with the reads since the last write of each part that `offset` and `size` touch.
+    pub fn reads(&self, offset: usize, size: usize, mut f: impl FnMut(&Stamp)) {
+        let cells = match &self.split {
+            None => std::slice::from_ref(&self.whole),
+            Some(cells) => &cells[offset / GRANULE..(offset + size).div_ceil(GRANULE)],
+        };
+        for cell in cells {
+            cell.others.each(|access| {
+                if access.flags & WRITE == 0 {
+                    f(access);
+                }
+            });
+        }
+    }
+
     fn access_cells(
         &mut self,
         offset: usize,
@@ -153,6 +168,14 @@ impl Others {
             Others::None => None,
             Others::One(stamp) => Some(*stamp).filter(|stamp| matches(stamp)),
             Others::Many(stamps) => stamps.iter().copied().find(|stamp| matches(stamp)),
+        }
+    }
+
+    fn each(&self, f: impl FnMut(&Stamp)) {
+        match self {
+            Others::None => {}
+            Others::One(stamp) => std::slice::from_ref(stamp).iter().for_each(f),
+            Others::Many(stamps) => stamps.iter().for_each(f),
         }
     }
 

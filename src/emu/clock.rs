@@ -266,6 +266,9 @@ pub(super) struct Thread {
     seen: Option<Arc<Knowledge>>,
     /// The epochs that ended with a fence of the asynchronous proxy, ascending.
     proxy_fences: Vec<u32>,
+    /// What completed phases of barriers in shared memory told: accesses that have left the memory pipeline, for
+    /// the arrivals went through it after them.
+    settled: Option<Arc<Knowledge>>,
 }
 
 /// The clocks of a CTA's threads.
@@ -274,6 +277,8 @@ pub(super) struct Threads {
     threads: Vec<Thread>,
     /// What was known, what was learned, and both together, of the last time: lanes of a warp learn alike.
     learned: Option<[Arc<Knowledge>; 3]>,
+    /// The same of what was settled.
+    settled: Option<[Arc<Knowledge>; 3]>,
 }
 
 impl Threads {
@@ -281,8 +286,9 @@ impl Threads {
     pub fn new(cta: u32, threads: u32) -> Self {
         let known = Arc::new(Knowledge::none(cta, threads as usize));
         let proxy_fences = Vec::new();
-        let thread = Thread { epoch: 1, known, fenced: None, seen: None, proxy_fences };
-        Self { threads: vec![thread; threads as usize], learned: None }
+        let thread =
+            Thread { epoch: 1, known, fenced: None, seen: None, proxy_fences, settled: None };
+        Self { threads: vec![thread; threads as usize], learned: None, settled: None }
     }
 
     /// How many threads.
@@ -396,6 +402,32 @@ impl Threads {
         let more = Arc::new(more);
         let before = std::mem::replace(known, Arc::clone(&more));
         self.learned = Some([before, Arc::clone(news), more]);
+    }
+
+    /// A thread has seen a phase complete, whose arrivals told `news`.
+    pub fn settle(&mut self, thread: u32, news: &Arc<Knowledge>) {
+        let Some(settled) = &mut self.threads[thread as usize].settled else {
+            self.threads[thread as usize].settled = Some(Arc::clone(news));
+            return;
+        };
+        if let Some([before, added, after]) = &self.settled
+            && Arc::ptr_eq(before, settled)
+            && Arc::ptr_eq(added, news)
+        {
+            *settled = Arc::clone(after);
+            return;
+        }
+        let mut more = (**settled).clone();
+        more.join(news);
+        let more = Arc::new(more);
+        let before = std::mem::replace(settled, Arc::clone(&more));
+        self.settled = Some([before, Arc::clone(news), more]);
+    }
+
+    /// Whether completed phases that `thread` has seen told of an access.
+    pub fn is_settled(&self, thread: u32, access: &Stamp) -> bool {
+        let settled = &self.threads[thread as usize].settled;
+        settled.as_ref().is_some_and(|s| s.epoch_of(access.cta, access.thread) >= access.epoch)
     }
 
     /// A fence: publishes for later relaxed writes, acquires what earlier relaxed reads saw.

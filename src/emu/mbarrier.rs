@@ -387,6 +387,7 @@ impl Executor<'_> {
             && known.epoch_of(self.cta.index, barrier.agent) < barrier.phase
         {
             self.cta.threads.learn(thread, last);
+            self.cta.threads.settle(thread, last);
         }
         Ok(true)
     }

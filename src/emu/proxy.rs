@@ -4,15 +4,17 @@
 //! must pass a proxy fence before it reads or overwrites them. PTX asks for the fence anywhere on the way
 //! from the write to the asynchronous access; here it must be in the thread that wrote, after the write and
 //! before whatever orders it, which is where the vendor's manuals put it and where it cannot be too late.
-//! No fence is asked between reads by threads and a later asynchronous write: that the reads are over is
-//! enough, as in every published ring of copies. `st.async` writes asynchronously in the generic proxy.
+//! Bytes that threads read must have left the memory pipeline before a copy overwrites them: loads can wait in it
+//! behind another CTA's fences while the copy takes another way. A fence in the reading thread says so, or a
+//! completed phase of a barrier in shared memory, whose arrivals went through the pipeline behind the loads; a
+//! barrier of the warp or the CTA alone does not, as a chip has shown. `st.async` writes asynchronously in the generic proxy.
 //! Source: PTX ISA, "Memory Consistency Model: Proxies", "Async proxy".
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::check::{LINE, View};
-use super::clock::{ASYNC, Stamp};
+use super::clock::{ASYNC, Stamp, WRITE};
 use super::machine::{CtaState, Executor, Stop};
 use super::report::{Fault, FaultKind};
 use crate::asm::isa::{ProxyFence, SharedAt};
@@ -97,6 +99,9 @@ impl Executor<'_> {
         let thread = self.thread(lane);
         if is_proxy {
             self.check_proxy(lane, rank, range.clone(), &stamp)?;
+            if stamp.flags & WRITE != 0 {
+                self.check_settled(lane, rank, range.clone(), &stamp)?;
+            }
         }
         let known = Arc::clone(&self.cta.threads.get(thread).known);
         let view = View { known: &known, cta: self.cta.index, thread: thread as u16 };
@@ -140,6 +145,63 @@ impl Executor<'_> {
             self.check_fenced(lane, &write, stamp, at)?;
         }
         Ok(())
+    }
+
+    /// Reads of threads that the issuing lane knows of have left the memory pipeline.
+    fn check_settled(
+        &mut self,
+        lane: u32,
+        rank: usize,
+        range: Range<usize>,
+        stamp: &Stamp,
+    ) -> Result<(), Stop> {
+        let mut reads: Vec<(usize, Stamp)> = Vec::new();
+        let state = self.state(rank);
+        let mut at = range.start;
+        while at < range.end {
+            let size = piece(at, range.end);
+            state.shared.line(at).reads(at % LINE, size, |read| {
+                let is_thread = read.flags & ASYNC == 0;
+                if is_thread && reads.last().is_none_or(|(_, last)| last != read) {
+                    reads.push((at, *read));
+                }
+            });
+            at += size;
+        }
+        let thread = self.thread(lane);
+        for (at, read) in reads {
+            if self.cta.threads.is_settled(thread, &read) {
+                continue;
+            }
+            let clock = self.cta.threads.get(thread);
+            let until = match read.cta == self.cta.index && u32::from(read.thread) == thread {
+                true => clock.epoch,
+                false => clock.known.epoch_of(read.cta, read.thread),
+            };
+            let first = self.cta.index - self.rank as u32;
+            let reader = self.state((read.cta - first) as usize);
+            // What the lane does not know of is a race, found elsewhere.
+            if until < read.epoch || reader.threads.is_fenced(read.thread, read.epoch, until) {
+                continue;
+            }
+            return Err(self.unsettled(lane, &read, stamp, format!("shared byte {at}")));
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn unsettled(&self, lane: u32, read: &Stamp, stamp: &Stamp, place: String) -> Stop {
+        let deed = self.deed(stamp);
+        let accesses =
+            vec![self.here(lane, deed), self.site_of(read, "read by a thread, maybe not yet,")];
+        Box::new(Fault {
+            kind: FaultKind::MissingProxyFence,
+            what: format!("{deed} of {place}, whose read may still wait in the memory pipeline"),
+            accesses,
+            help: "execute `fence.proxy.async` in the reading thread before what orders the two, or arrive at \
+                   an mbarrier after the read and wait for its phase before the copy"
+                .into(),
+        })
     }
 
     /// A thread's write that an asynchronous access follows has passed a proxy fence of that thread, if the

@@ -169,8 +169,10 @@ struct Model {
     stage: f64,
     /// Clocks from a product's end to the next one's begin in the same warpgroup.
     latency: f64,
-    /// Clocks that the tensor cores lose with a product, whatever its rows.
+    /// Clocks that the tensor cores lose with a product, whatever its rows, and the share of it with two tiles of
+    /// 64 channels a warpgroup.
     gap: f64,
+    gap_of_second: f64,
     /// What stripes that do not divide tiles evenly cost, as a share: their CTAs read different inputs at a time.
     uneven: f64,
     /// Bytes in flight on an SM below which the stream starves.
@@ -190,29 +192,30 @@ struct Model {
 }
 
 const MODEL: Model = Model {
-    start_us: 2.754,
-    wave_us: 4.549,
+    start_us: 3.07,
+    wave_us: 4.55,
     memory_bytes_per_us: 4.8e6,
-    weights_l2_bytes_per_us: 21.23e6,
-    rows_l2_bytes_per_us: 46.48e6,
-    clocks_per_us: 1781.0,
-    value: 4.947,
-    fragment: 24.03,
-    promotion: 1.859,
-    stage: 40.61,
-    latency: 0.526,
-    gap: 8.376,
-    uneven: 0.0889,
-    in_flight_bytes: 95.47e3,
-    hop_us: 1.219,
-    helper_us_per_100kb: 1.579,
-    epilogue_us: 1.083,
-    epilogue_us_per_100kb: 0.0167,
-    exchange_us: 0.7,
-    exchange_us_per_100kb: 1.2,
-    sharp: 12.0,
-    overlap: 3.295,
-    l2_overlap: 1.287,
+    weights_l2_bytes_per_us: 6.29e6,
+    rows_l2_bytes_per_us: 46.5e6,
+    clocks_per_us: 1712.0,
+    value: 4.95,
+    fragment: 16.9,
+    promotion: 1.86,
+    stage: 40.6,
+    latency: 17.1,
+    gap: 6.26,
+    gap_of_second: 0.30,
+    uneven: 0.079,
+    in_flight_bytes: 43.3e3,
+    hop_us: 1.10,
+    helper_us_per_100kb: 1.50,
+    epilogue_us: 0.336,
+    epilogue_us_per_100kb: 0.745,
+    exchange_us: 0.507,
+    exchange_us_per_100kb: 0.50,
+    sharp: 3.70,
+    overlap: 10.0,
+    l2_overlap: 2.0,
 };
 
 /// Clocks that fetching A from registers takes, whatever the columns. Measured.
@@ -241,7 +244,8 @@ pub(super) fn cost(config: &Config, problem: &Problem, device: &DeviceSpec, stri
         * warpgroups
         * per_sm;
     let half_rows = f64::from(config.tile_m) / 2.0;
-    let tensor = half_rows.max(FETCH_CLOCKS) + model.gap;
+    let gap = if config.tiles_per_warp() > 1 { model.gap * model.gap_of_second } else { model.gap };
+    let tensor = half_rows.max(FETCH_CLOCKS) + gap;
     let conversion = match super::promotes(config) {
         true => model.value + model.promotion * half_rows / 8.0,
         false => model.fragment,
