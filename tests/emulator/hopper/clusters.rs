@@ -222,6 +222,8 @@ fn plain_remote_arrivals_release_reads() {
                 asm.st_shared_b32(mine, word);
                 asm.fence_proxy_async_shared_cta();
             }
+            // Nobody arrives for the sender's own reads.
+            asm.when(is_low, |asm| asm.fence_proxy_async_shared_cta());
             asm.bar_warp_sync(-1);
             asm.when(h.one, |asm| asm.mbarrier_arrive_shared_cluster_b64(empty));
             wait(asm, h.p.smem.at(h.bar + 8), 0);

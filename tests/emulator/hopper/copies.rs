@@ -107,13 +107,15 @@ fn bytes_in_flight_are_touched_by_nobody() {
     });
 }
 
-/// The asynchronous proxy sees what threads wrote after their fence; their reads need none.
+/// The asynchronous proxy sees what threads wrote after their fence, and may overwrite what they read after it: until
+/// then a read may still wait in the memory pipeline, wherever threads have met. The chip has shown both.
 #[test]
 fn writes_of_threads_are_fenced() {
     #[derive(Clone, Copy, PartialEq)]
     enum Before {
         Nothing,
         Read,
+        FencedRead,
         Write,
         FencedWrite,
         LateFence,
@@ -126,13 +128,13 @@ fn writes_of_threads_are_fenced() {
             wait(asm, h.bar, 0);
             match before {
                 Before::Nothing => {}
-                Before::Read => {
+                Before::Read | Before::FencedRead => {
                     let word = asm.reg();
                     asm.ld_shared_b32(word, mine);
                 }
                 _ => asm.st_shared_b32(mine, 1),
             }
-            if before == Before::FencedWrite {
+            if matches!(before, Before::FencedWrite | Before::FencedRead) {
                 asm.fence_proxy_async_shared_cta();
             }
             if meets {
@@ -146,7 +148,9 @@ fn writes_of_threads_are_fenced() {
         }
     };
     clean("nobody used it", program(Before::Nothing, true));
-    clean("read, and met", program(Before::Read, true));
+    clean("read, fenced, met", program(Before::FencedRead, true));
+    let report = fault("read, and met", FaultKind::MissingProxyFence, program(Before::Read, true));
+    assert!(report.contains("memory pipeline"), "{report}");
     fault("read by others, not met", FaultKind::Race, program(Before::Read, false));
     clean("written, fenced, met", program(Before::FencedWrite, true));
     fault("fenced, not met", FaultKind::Race, program(Before::FencedWrite, false));

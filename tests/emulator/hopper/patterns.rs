@@ -267,6 +267,7 @@ pub fn private_rings() -> Pattern {
                 asm.ld_shared_v4_b32(a, mine.at(ring.start + s * 512).within(ring));
                 asm.mma_m16n8k16_f32_f16(sums, a, ones, sums);
                 if turn + SLOTS < TURNS {
+                    asm.fence_proxy_async_shared_cta();
                     asm.bar_warp_sync(-1);
                     fill(asm, turn + SLOTS);
                 }

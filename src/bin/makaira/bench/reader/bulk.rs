@@ -118,6 +118,7 @@ impl Bulk {
                 a.unless(flush, |a| a.bra(counted));
                 self.sum(a, &prologue, chunk, lane, slot_at(slot));
                 a.bind(counted);
+                a.fence_proxy_async_shared_cta();
                 a.bar_warp_sync(u32::MAX);
                 let wanted = a.reg();
                 a.add_u32(wanted, chunk, slots * step);
