@@ -151,7 +151,7 @@ fn writes_of_threads_are_fenced() {
     clean("read, fenced, met", program(Before::FencedRead, true));
     let report = fault("read, and met", FaultKind::MissingProxyFence, program(Before::Read, true));
     assert!(report.contains("memory pipeline"), "{report}");
-    fault("read by others, not met", FaultKind::Race, program(Before::Read, false));
+    fault("read by others, not met", FaultKind::Race, program(Before::FencedRead, false));
     clean("written, fenced, met", program(Before::FencedWrite, true));
     fault("fenced, not met", FaultKind::Race, program(Before::FencedWrite, false));
     let report = fault("unfenced", FaultKind::MissingProxyFence, program(Before::Write, true));
