@@ -100,9 +100,9 @@ pub fn redundant(config: &Config, mutant: &Mutant, module: &Module) -> Option<&'
     if left_out("griddepcontrol_wait", "segment") {
         return Some("every thread has waited when the ring was filled");
     }
-    if left_out("bar_warp_sync", "end of the segment") {
+    if left_out("bar_warp_sync", "end of the segment") && config.runs_per_stage == 1 {
         return Some(
-            "a warpgroup's words are requested anew by one of its warps, after its output's barriers",
+            "the words are requested anew after a later phase, that of a warp which has met the others at the output",
         );
     }
     if left_out("bar_sync_n", "output")

@@ -157,7 +157,6 @@ impl<'a> WeightRing<'a> {
     /// Emits the warp's way through a segment and asks for its first runs, as many as there are slots.
     pub(super) fn emit_fill(&self, a: &mut Asm, stripe: &Stripe, segment: &Segment) {
         a.section("fill the weights' ring", |a| {
-            self.emit_have_read(a);
             self.emit_rewind(a, stripe, segment);
             self.emit_ask(a, 0, self.config.stages);
             self.emit_advance(a, self.config.stages);
@@ -296,20 +295,16 @@ impl<'a> WeightRing<'a> {
     /// the warp has read.
     pub(super) fn emit_request(&self, a: &mut Asm, slot: u32, run: u32) {
         let asked = a.label("asked");
-        self.emit_have_read(a);
+        // The loads may still wait in the memory pipeline, behind another CTA's fences for microseconds, while the
+        // copy takes another way: that all lanes have come here is not enough, see `benches/NOTES.md`. It is fenced
+        // whether or not there is a next run, for the next segment's copies come without.
+        a.fence_proxy_async_shared_cta();
+        a.bar_warp_sync(0xffff_ffffu32);
         let more = a.test_u32(Cmp::Gt, self.num_runs, self.config.stages);
         a.and_pred(more, more, self.elected);
         a.unless(more, |a| a.bra(asked));
         self.emit_copy(a, slot, run);
         a.bind(asked);
-    }
-
-    /// The warp has read what copies may now overwrite. Its loads may still wait in the memory pipeline, behind
-    /// another CTA's fences for microseconds, while copies take another way: that all lanes have come here is not
-    /// enough, see `benches/NOTES.md`.
-    fn emit_have_read(&self, a: &mut Asm) {
-        a.fence_proxy_async_shared_cta();
-        a.bar_warp_sync(0xffff_ffffu32);
     }
 
     /// Moves on by some runs.
