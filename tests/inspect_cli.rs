@@ -1,4 +1,4 @@
-//! `makaira inspect`, as a user or a program calls it.
+//! `makaira inspect` and `makaira verify`, as a user or a program calls it.
 #![cfg(feature = "cli")]
 
 mod fixtures;
@@ -21,9 +21,13 @@ fn root() -> PathBuf {
 }
 
 fn inspect<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Ran {
+    makaira("inspect", args)
+}
+
+fn makaira<S: AsRef<OsStr>>(subcommand: &str, args: impl IntoIterator<Item = S>) -> Ran {
     let mut command = Command::new(env!("CARGO_BIN_EXE_makaira"));
     command.current_dir(root()).env_remove("RUST_LOG").stdin(Stdio::null());
-    let output = command.arg("inspect").args(args).output().expect("it starts");
+    let output = command.arg(subcommand).args(args).output().expect("it starts");
     let text = |bytes| String::from_utf8(bytes).expect("the program writes UTF-8");
     let code = output.status.code().expect("the program ends by itself");
     Ran { code, stdout: text(output.stdout), stderr: text(output.stderr) }
@@ -85,6 +89,10 @@ fn b39_b89_inspect_lists_what_is_odd() {
         assert!(told, "{place} {fault}: {}", ran.stdout);
     }
     let value = answer(&inspect([folder.path(), "--json".as_ref()]));
+    let verified = makaira("verify", [folder.path()]);
+    assert_eq!(verified.code, 1, "{}", verified.stdout);
+    assert_eq!(verified.stdout.matches("doubt: ").count(), 5, "{}", verified.stdout);
+    assert!(verified.stderr.contains("5 doubts in"), "{}", verified.stderr);
     let findings = value["layers"][0]["findings"].as_array().expect("findings");
     assert_eq!(findings.len(), 4, "{value:#}");
     assert!(findings.iter().all(|finding| finding["kind"] == "scale"));
@@ -117,4 +125,32 @@ fn every_fixture_is_inspected() {
             assert_eq!(layer["zeros"], Value::Bool(layer["format"] == "u4"), "{name}");
         }
     }
+}
+
+/// What is right passes, by its numbers too; what is doubtful fails, and says why to programs as well.
+#[test]
+fn b89_verify_fails_on_anything_doubtful() {
+    let args =
+        ["assets/demo", "--numerics", "--device", "emu", "--m", "1,3", "--seed", "5", "--json"];
+    let value = answer(&makaira("verify", args));
+    assert_eq!((&value["ok"], &value["doubts"]), (&true.into(), &json!([])));
+    assert_eq!(value["numerics"].as_array().expect("products").len(), 2, "{value:#}");
+
+    let demo = root().join("assets/demo");
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    fs::copy(demo.join("model.safetensors"), folder.path().join("model.safetensors"))
+        .expect("copied");
+    let config = fs::read(demo.join("config.json")).expect("shipped");
+    let mut config: Value = serde_json::from_slice(&config).expect("JSON");
+    // A layer that is said not to be quantised, and blocks that are not there.
+    config["quantization_config"]["modules_to_not_convert"] = json!(["self_attn"]);
+    config["num_hidden_layers"] = 2.into();
+    fs::write(folder.path().join("config.json"), config.to_string()).expect("written");
+    let ran = makaira("verify", [folder.path(), "--json".as_ref()]);
+    assert_eq!(ran.code, 1, "{}", ran.stdout);
+    let value: Value = serde_json::from_str(&ran.stdout).expect("JSON all the same");
+    let doubts = value["doubts"].as_array().expect("doubts");
+    let kinds: Vec<&str> = doubts.iter().filter_map(|doubt| doubt["kind"].as_str()).collect();
+    assert_eq!(kinds, ["missing-block", "ignored"]);
+    assert_eq!(value["ok"], Value::Bool(false));
 }

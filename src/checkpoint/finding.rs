@@ -89,6 +89,17 @@ pub enum Finding {
         /// The stored zero.
         found: u8,
     },
+    /// Weights that are NaN, of a float type.
+    NotANumber {
+        /// The layer.
+        layer: String,
+        /// Output of the first.
+        row: usize,
+        /// Input of the first.
+        column: usize,
+        /// How many there are.
+        count: usize,
+    },
     /// A scale out of the ordinary.
     Scale {
         /// The tensor.
@@ -144,8 +155,15 @@ impl Finding {
             Self::Pattern { .. } => "pattern",
             Self::ZeroBorrow { .. } => "zero-borrow",
             Self::ZeroLabel { .. } => "zero-label",
+            Self::NotANumber { .. } => "not-a-number",
             Self::Scale { .. } => "scale",
         }
+    }
+
+    /// Whether it puts the weights in doubt. What does not is a property of the checkpoint that its
+    /// user should know.
+    pub fn is_doubt(&self) -> bool {
+        !matches!(self, Self::Activations { .. })
     }
 }
 
@@ -196,6 +214,11 @@ impl fmt::Display for Finding {
                 "tensor {tensor} has {count} words with a zero of 0, which version 1 stores by \
                  borrowing from its neighbours: tools disagree on how they are read"
             ),
+            Self::NotANumber { layer, row, column, count } => write!(
+                f,
+                "layer {layer}: {count} weights are NaN, the first is that of output {row}, input \
+                 {column}"
+            ),
             Self::Scale { tensor, group_idx, column, fault, value } => write!(
                 f,
                 "tensor {tensor}, group {group_idx}, column {column}: scale {value:e} is {fault}"
@@ -238,6 +261,21 @@ pub(super) fn odd_scales(tensor: &str, matrix: &QuantMatrix<'_>) -> Vec<Finding>
         }
     }
     findings
+}
+
+/// The weights of a matrix whose codes are NaN: only some of fp8's are.
+pub(super) fn nan_codes(layer: &str, matrix: &QuantMatrix<'_>) -> Option<Finding> {
+    let format = matrix.format();
+    let is_nan: Vec<bool> =
+        (0..format.num_codes()).map(|code| format.decode(code as u8).is_nan()).collect();
+    if !is_nan.contains(&true) {
+        return None;
+    }
+    let k = matrix.k();
+    let places = (0..matrix.n() * k).map(|at| (at / k, at % k));
+    let mut nan = places.filter(|&(n, k)| is_nan[usize::from(matrix.code(k, n))]);
+    let (row, column) = nan.next()?;
+    Some(Finding::NotANumber { layer: layer.to_owned(), row, column, count: 1 + nan.count() })
 }
 
 /// Refuses a matrix with scales that are NaN or infinite.

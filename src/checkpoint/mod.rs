@@ -365,6 +365,16 @@ impl Checkpoint {
         outcome
     }
 
+    /// What [`Checkpoint::layer`] takes on trust: whether any code of a layer is NaN. Reads all of the
+    /// layer, and rounds it if the checkpoint is a plain one.
+    ///
+    /// # Errors
+    /// Those of [`Checkpoint::load`].
+    pub fn check_codes(&self, name: &str, threads: usize) -> Result<Option<Finding>, Error> {
+        let weight = self.load(name, threads)?;
+        Ok(finding::nan_codes(name, &weight.view()))
+    }
+
     /// What is odd about the checkpoint as a whole: stray shards, tensors that no layer uses, layers
     /// that are missing or contradict the configuration.
     pub fn findings(&self) -> &[Finding] {

@@ -229,6 +229,26 @@ fn fp4_layers_of_both_kinds_are_read_and_bad_scales_refused() {
     assert_eq!((label.as_str(), *found), ("nvfp4-pack-quantized", "mxfp4-pack-quantized"));
 }
 
+/// Codes that are NaN are values to the packer and a finding to a strict reader.
+#[test]
+fn b39_weights_that_are_nan_are_found_by_place() {
+    let mut random = Random::new(Random::fresh_seed());
+    let (n, k) = (12, 40);
+    let mut parts = Parts::from([
+        ("l.weight".to_owned(), (Dtype::F8_E4M3, vec![n, k], numbers(&mut random, n * k))),
+        ("l.weight_scale".to_owned(), (Dtype::F32, vec![1], floats(&[1.0]))),
+    ]);
+    let check = |parts: &Parts| {
+        let folder = Folder::new(parts, &fp8_config(Value::Null));
+        folder.open().expect("legal").check_codes("l", 1).expect("readable")
+    };
+    assert_eq!(check(&parts), None);
+    let codes = &mut parts.get_mut("l.weight").expect("there").2;
+    (codes[7 * k + 13], codes[9 * k]) = (0xff, 0x7f);
+    let layer = "l".to_owned();
+    assert_eq!(check(&parts), Some(Finding::NotANumber { layer, row: 7, column: 13, count: 2 }));
+}
+
 /// b39 for scales of one byte: what is zero or subnormal in its own type.
 #[test]
 fn b39_odd_scales_of_one_byte_are_listed() {

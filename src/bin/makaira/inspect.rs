@@ -15,7 +15,7 @@ use crate::output::{Format, bytes, count};
 
 /// Larger numbers of ranks are told to programs only.
 const MAX_RANKS_TOLD: usize = 16;
-/// Scales of one fault that are told one by one for a tensor.
+/// Scales of one fault that are told one by one for like tensors.
 const MAX_LISTED: usize = 4;
 
 /// Arguments of `inspect`.
@@ -31,15 +31,17 @@ pub struct Args {
 }
 
 /// A layer and what its tensors hold.
-struct Report {
-    layer: LayerInfo,
+pub struct Report {
+    /// The layer.
+    pub layer: LayerInfo,
     zeros: bool,
     act_order: bool,
     /// Why it cannot be packed, if so.
-    unpackable: Option<String>,
+    pub unpackable: Option<String>,
     /// Why it cannot be read, if so.
-    refused: Option<String>,
-    findings: Vec<Finding>,
+    pub refused: Option<String>,
+    /// What is odd about it.
+    pub findings: Vec<Finding>,
 }
 
 /// Runs `inspect`.
@@ -68,7 +70,8 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 impl Report {
-    fn new(checkpoint: &Checkpoint, layer: &LayerInfo) -> Self {
+    /// Reads the small tensors of a layer.
+    pub fn new(checkpoint: &Checkpoint, layer: &LayerInfo) -> Self {
         let layer = layer.clone();
         match checkpoint.examine(&layer.name) {
             Ok((matrix, findings)) => {
@@ -79,9 +82,7 @@ impl Report {
                 Self { layer, zeros, act_order, unpackable, refused: None, findings }
             }
             Err(error) => {
-                let chain = anyhow::Error::from(error);
-                let texts: Vec<String> = chain.chain().map(ToString::to_string).collect();
-                let refused = Some(texts.join(": "));
+                let refused = Some(with_causes(error.into()));
                 let (zeros, act_order, unpackable, findings) = (false, false, None, Vec::new());
                 Self { layer, zeros, act_order, unpackable, refused, findings }
             }
@@ -149,6 +150,11 @@ impl Report {
     }
 }
 
+/// An error and its causes, in one line.
+pub fn with_causes(error: anyhow::Error) -> String {
+    error.chain().map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}
+
 fn text(checkpoint: &Checkpoint, args: &Args, reports: &[Report]) -> Vec<String> {
     let files: Vec<_> = checkpoint.tensors().files().collect();
     let size =
@@ -178,8 +184,8 @@ fn text(checkpoint: &Checkpoint, args: &Args, reports: &[Report]) -> Vec<String>
         let times = if number == 1 { String::new() } else { format!(" ({number} times)") };
         lines.push(format!("{name}{times}: {what}"));
     }
-    let of_layers = reports.iter().flat_map(|report| told(&report.findings));
-    let findings: Vec<String> = told(checkpoint.findings()).into_iter().chain(of_layers).collect();
+    let of_layers = reports.iter().flat_map(|report| &report.findings);
+    let findings = told(checkpoint.findings().iter().chain(of_layers));
     if findings.is_empty() {
         lines.push("nothing odd".to_owned());
     }
@@ -226,13 +232,13 @@ fn numbers(list: &[usize]) -> String {
     told.map(usize::to_string).collect::<Vec<_>>().join(" ")
 }
 
-/// Findings as texts; of many odd scales of a kind in a tensor only the first are told.
-fn told(findings: &[Finding]) -> Vec<String> {
-    let mut counts: BTreeMap<(&str, ScaleFault), usize> = BTreeMap::new();
+/// Findings as texts; of many odd scales of a kind in like tensors only the first are told.
+pub fn told<'f>(findings: impl Iterator<Item = &'f Finding>) -> Vec<String> {
+    let mut counts: BTreeMap<(String, ScaleFault), usize> = BTreeMap::new();
     let mut texts = Vec::new();
     for finding in findings {
         if let Finding::Scale { tensor, fault, .. } = finding {
-            let count = counts.entry((tensor, *fault)).or_default();
+            let count = counts.entry((place(tensor), *fault)).or_default();
             *count += 1;
             if *count > MAX_LISTED {
                 continue;
@@ -241,13 +247,14 @@ fn told(findings: &[Finding]) -> Vec<String> {
         texts.push(finding.to_string());
     }
     let more = counts.into_iter().filter(|(_, count)| *count > MAX_LISTED);
-    texts.extend(more.map(|((tensor, fault), count)| {
-        format!("tensor {tensor}: {} more scales are {fault}", count - MAX_LISTED)
+    texts.extend(more.map(|((tensors, fault), count)| {
+        format!("tensors {tensors}: {} more scales are {fault}", count - MAX_LISTED)
     }));
     texts
 }
 
-fn finding_json(finding: &Finding) -> Value {
+/// A finding for programs.
+pub fn finding_json(finding: &Finding) -> Value {
     let mut value = json!({ "kind": finding.kind(), "text": finding.to_string() });
     if let Finding::Scale { tensor, group_idx, column, fault, value: scale } = finding {
         value["tensor"] = json!(tensor);

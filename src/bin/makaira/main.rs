@@ -18,6 +18,7 @@ mod ptx;
 mod run;
 mod trial;
 mod tune;
+mod verify;
 
 use std::process::{Command as Process, ExitCode};
 
@@ -43,6 +44,8 @@ enum Command {
     Run(run::Args),
     /// Say what is in a checkpoint: format, layers, what is odd, what can be cut and run.
     Inspect(inspect::Args),
+    /// Fail on anything doubtful in a checkpoint.
+    Verify(verify::Args),
     /// Print the PTX of a problem's kernel or of a configuration.
     Ptx(ptx::Args),
     /// Say which configuration a problem gets, and why.
@@ -80,6 +83,7 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Demo(args) => demo::run(&args),
         Command::Run(args) => run::run(&args),
         Command::Inspect(args) => inspect::run(&args),
+        Command::Verify(args) => verify::run(&args),
         Command::Ptx(args) => ptx::run(&args),
         Command::Explain(args) => explain::run(&args),
         Command::Bench(args) => bench::run(&args),

@@ -79,6 +79,13 @@ impl Progress {
         self.done += 1;
     }
 
+    /// Says what begins, where a bar shows it; nothing otherwise.
+    pub fn quiet_step(&mut self, what: &str) {
+        if self.bar.is_some() {
+            self.step(what);
+        }
+    }
+
     /// Does something, usually printing, while the bar is out of the way.
     pub fn pause<T>(&self, work: impl FnOnce() -> T) -> T {
         match &self.bar {
