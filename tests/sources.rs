@@ -372,7 +372,7 @@ fn parts_that_disagree_are_refused() {
     assert!(rows.contains("needs 2 rows of scales, found 3"), "{rows}");
     for global in [0.0, f32::NAN, f32::INFINITY] {
         let text = refusal(base, |parts| parts.scales.global = global);
-        assert!(text.contains(&format!("the global scale is {global}")), "{text}");
+        assert!(text.contains(&format!("the global scale comes to {global}")), "{text}");
     }
     for (row, value) in [(0, 2), (63, -1), (9, i32::MAX), (1, i32::MIN)] {
         let mut bytes = g_idx.clone();

@@ -172,7 +172,7 @@ pub enum Error {
     },
 
     /// The global factor is no number that weights could be multiplied by.
-    #[error("the global scale is {value}: it must be finite and not zero")]
+    #[error("the global scale comes to {value}: it must be finite, and neither zero nor subnormal")]
     GlobalScale {
         /// The factor.
         value: f32,

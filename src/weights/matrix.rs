@@ -308,11 +308,17 @@ impl<'a> QuantMatrix<'a> {
         steps * f64::from(self.scale(group_idx, n)) * f64::from(self.parts.scales.global)
     }
 
-    /// Refuses what the packer cannot yet bring into the packed layout.
+    /// Refuses what cannot be brought into the packed layout, for the reason that packing it would give.
     ///
     /// # Errors
-    /// [`Error::Unpackable`] naming the part and what can be packed.
+    /// [`Error::Unpackable`] for what no kernel takes, [`Error::ScaleRange`] and [`Error::GlobalScale`] for
+    /// scales that would lose more than fp16 does, and those of the layout.
     pub fn check_packable(&self) -> Result<(), Error> {
+        super::pack::Plan::of(self).map(|_| ())
+    }
+
+    /// Refuses what no kernel takes, whatever the scales are.
+    pub(super) fn check_kernels(&self) -> Result<(), Error> {
         let MatrixParts { format, g_idx, .. } = self.parts;
         let refuse = |what: String, rule| Err(Error::Unpackable { what, rule });
         if format.fragments().is_none() {

@@ -45,6 +45,29 @@ pub fn default_threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
+/// What packing a matrix comes to.
+pub(super) struct Plan {
+    layout: PackedLayout,
+    rule: ScaleRule,
+    factor: f32,
+}
+
+impl Plan {
+    /// The plan of a matrix; refuses what cannot be packed.
+    pub(super) fn of(matrix: &QuantMatrix<'_>) -> Result<Self, Error> {
+        matrix.check_kernels()?;
+        let rule = ScaleRule::of(matrix)?;
+        let kind = TileKind::of(matrix.format(), rule.row);
+        let layout = PackedLayout::of(matrix.n(), matrix.k(), matrix.group(), kind)?;
+        let factor = (f64::from(matrix.global_scale()) * power(-rule.exponent)) as f32;
+        // Scales that are all NaN, infinite or zero still have one.
+        if !factor.is_normal() {
+            return Err(Error::GlobalScale { value: factor });
+        }
+        Ok(Self { layout, rule, factor })
+    }
+}
+
 impl PackedWeights {
     /// Packs a matrix with up to `threads` threads; the result does not depend on their number.
     ///
@@ -85,14 +108,9 @@ impl PackedWeights {
     }
 
     fn zeroed(matrix: &QuantMatrix<'_>) -> Result<(Self, ScaleRule), Error> {
-        matrix.check_packable()?;
-        let format = matrix.format();
-        let rule = ScaleRule::of(matrix)?;
-        let kind = TileKind::of(format, rule.row);
-        let layout = PackedLayout::of(matrix.n(), matrix.k(), matrix.group(), kind)?;
-        let factor = (f64::from(matrix.global_scale()) * power(-rule.exponent)) as f32;
+        let Plan { layout, rule, factor } = Plan::of(matrix)?;
         let data = vec![0; layout.total_bytes / size_of::<u128>()];
-        Ok((Self { layout, format, factor, data }, rule))
+        Ok((Self { layout, format: matrix.format(), factor, data }, rule))
     }
 
     /// Sizes and positions.

@@ -158,7 +158,7 @@ impl<'a> Scales<'a> {
         group: Group,
         free_groups: bool,
     ) -> Result<usize, Error> {
-        if !self.global.is_finite() || self.global == 0.0 {
+        if !self.global.is_normal() {
             return Err(Error::GlobalScale { value: self.global });
         }
         let whole_blocks = match self.order {
