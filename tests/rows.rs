@@ -50,6 +50,7 @@ const WITHOUT_VECTORS: &[(&str, &str)] = &[
     ("cp_async_bulk_tensor_2d_shared_global_multicast", PROTOCOL),
     ("cp_async_bulk_tensor_2d_global_shared", PROTOCOL),
     ("cp_async_bulk_prefetch_l2_global", PROTOCOL),
+    ("prefetch_tensormap", PROTOCOL),
     ("cp_async_bulk_commit_group", PROTOCOL),
     ("cp_async_bulk_wait_group", PROTOCOL),
     ("cp_async_bulk_wait_group_read", PROTOCOL),

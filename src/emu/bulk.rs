@@ -68,6 +68,7 @@ impl Executor<'_> {
             BulkOp::Load(load) => self.bulk_load(lane, load),
             BulkOp::Store(store) => self.bulk_store(lane, store),
             BulkOp::Prefetch { addr, bytes } => self.prefetch(lane, addr, bytes),
+            BulkOp::PrefetchMap { map } => self.tensor_map(lane, map).map(drop),
             BulkOp::Commit => {
                 self.cta.bulk_groups.entry(thread).or_insert_with(BulkGroups::new).closed += 1;
                 Ok(())

@@ -31,6 +31,9 @@ isa! {
     /// Asks for `n` bytes (a multiple of 16) of global memory to be brought into L2.
     cp_async_bulk_prefetch_l2_global = CpAsyncBulkPrefetchL2 { a: GlobalAddr, n: In<B32> }
         "cp.async.bulk.prefetch.L2.global {a}, {n};", ptx(8, 0, 90), Lane, Sync(16), |m, l, i| { let addr = address(m, l, i.a)?; let bytes = m.get(l, i.n)?; m.bulk(l, BulkOp::Prefetch { addr, bytes })?; }
+    /// Asks for a tensor map to be brought to where tensor copies look it up.
+    prefetch_tensormap = PrefetchTensormap { map: Use<B64> }
+        "prefetch.tensormap [{map}];", ptx(8, 0, 90), Lane, Sync, |m, l, i| { let map = m.get(l, i.map)?; m.bulk(l, BulkOp::PrefetchMap { map })?; }
     /// Closes this thread's open bulk group.
     cp_async_bulk_commit_group = CpAsyncBulkCommitGroup {}
         "cp.async.bulk.commit_group;", ptx(8, 0, 90), Lane, Sync, |m, l, _i| { m.bulk(l, BulkOp::Commit)?; }

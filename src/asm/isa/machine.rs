@@ -128,6 +128,11 @@ pub enum BulkOp {
         /// How many.
         bytes: u32,
     },
+    /// Bring a tensor map to where tensor copies look it up.
+    PrefetchMap {
+        /// Its address.
+        map: u64,
+    },
     /// Close the lane's open bulk group.
     Commit,
     /// Wait for the lane's groups except the newest `pending`; if `read`, only until they have read.

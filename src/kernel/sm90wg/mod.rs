@@ -236,25 +236,31 @@ impl Wg<'_> {
         a.shr_u32(rounds, rounds, (self.geometry.stage_runs * self.config.cluster_k).ilog2());
     }
 
-    /// Makes the ring's barriers, in one thread. A CTA barrier must follow.
+    /// Makes the barriers, a stage's in one thread each: an initialisation takes 20 clocks. A CTA barrier must follow.
     fn emit_barriers(&self, a: &mut Asm) {
-        let is_first = a.test_u32(Cmp::Eq, self.warp, 0);
-        a.and_pred(is_first, is_first, self.elected);
-        let warps = self.config.num_warps();
+        let (warps, stages) = (self.config.num_warps(), self.config.stages);
         // Who shares a stage's activations leaves it together.
         let leavers = warps * self.config.cluster_n;
-        a.when(is_first, |a| {
-            for stage in 0..self.config.stages {
-                let [full, empty] = [self.plan.full, self.plan.empty]
-                    .map(|barriers| self.smem.at(barriers.start + 8 * stage));
-                a.mbarrier_init_shared_b64(full, warps / 4);
-                a.mbarrier_init_shared_b64(empty, leavers);
-            }
-            if self.config.cluster_k > 1 {
-                self.emit_handover_barriers(a);
-            }
-            a.fence_mbarrier_init_release_cluster();
-        });
+        let own = a.reg();
+        a.mad_lo_u32(own, self.warp, 8, self.smem);
+        for first in (0..stages).step_by(warps as usize) {
+            let has = a.test_u32(Cmp::Lt, self.warp, stages - first);
+            a.and_pred(has, has, self.elected);
+            a.when(has, |a| {
+                for (barriers, arrivals) in
+                    [(self.plan.full, warps / 4), (self.plan.empty, leavers)]
+                {
+                    let barrier = own.at(barriers.start + 8 * first);
+                    a.mbarrier_init_shared_b64(barrier, arrivals);
+                }
+            });
+        }
+        if self.config.cluster_k > 1 {
+            let is_last = a.test_u32(Cmp::Eq, self.warp, warps - 1);
+            a.and_pred(is_last, is_last, self.elected);
+            a.when(is_last, |a| self.emit_handover_barriers(a));
+        }
+        a.when(self.elected, |a| a.fence_mbarrier_init_release_cluster());
     }
 
     /// Waits until the phase of `parity` of a barrier has completed.
@@ -288,6 +294,13 @@ pub fn build(config: &Config, _target: SmArch) -> Module {
         Wg { config, geometry, plan, params, extra, smem, tid, lane, warp, elected, member }
     });
     a.section("barriers", |a| wg.emit_barriers(a));
+    a.section("tensor map", |a| {
+        // The first copies of activations look it up, maybe after a wait for the kernel before this one.
+        let (map, is_first) = (a.reg(), a.test_u32(Cmp::Eq, wg.warp, 0));
+        a.cvta_param_u64(map, extra.a_map);
+        a.and_pred(is_first, is_first, wg.elected);
+        a.when(is_first, |a| a.prefetch_tensormap(map));
+    });
     if config.cluster() > 1 {
         a.cluster = config.cluster();
         a.section("cluster", |a| a.barrier_cluster_arrive_relaxed_aligned());

@@ -230,6 +230,14 @@ fn sizes_and_places_are_checked() {
         let input = pointer(asm, "input");
         asm.when(h.one, |asm| asm.cp_async_bulk_prefetch_l2_global(input.at(1008), 32));
     });
+    fault("memory as a map", FaultKind::BadOperand, |asm, h| {
+        let input = pointer(asm, "input");
+        asm.when(h.one, |asm| asm.prefetch_tensormap(input));
+    });
+    clean("a map ahead of its use", |asm, h| {
+        let map = map(asm, "map");
+        asm.when(h.one, |asm| asm.prefetch_tensormap(map));
+    });
     fault("a map as memory", FaultKind::OutOfBounds, |asm, _| {
         let (map, word) = (map(asm, "map"), asm.reg());
         asm.ld_global_b32(word, map);
