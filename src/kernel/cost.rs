@@ -83,7 +83,7 @@ pub(super) struct Tiling {
 impl Tiling {
     pub(super) fn new(config: &Config, problem: &Problem) -> Self {
         Self {
-            num_tiles: u64::from(problem.n.div_ceil(config.stripe_n())),
+            num_tiles: u64::from(problem.n.div_ceil(config.tile_n)),
             k_tiles: u64::from(problem.k.div_ceil(128)),
             row_tiles: problem.m.div_ceil(config.tile_m.into()),
         }

@@ -207,9 +207,6 @@ pub struct Config {
     /// CTAs that share each part of a tile, 1 or 2: a cluster. Each sums its share of the runs, and they exchange
     /// halves of the sums through each other's shared memory. Stripes are a cluster's, not a CTA's.
     pub cluster_k: u32,
-    /// CTAs side by side along n that share activations, 1 or 2: a cluster. Each copies half of the rows to both. Tiles
-    /// and stripes are a cluster's: that many times `tile_n` columns.
-    pub cluster_n: u32,
     /// The CTAs that share an SM leave no room there for those of the next grid, however early it begins. For
     /// streams that are long enough to fill the card by themselves.
     pub own_sm: bool,
@@ -232,16 +229,6 @@ impl Config {
     /// Tiles of 16 channels that one warp owns.
     pub fn tiles_per_warp(&self) -> u32 {
         self.tile_n / 16 / self.warps_n
-    }
-
-    /// CTAs of a cluster, 1 if there are none.
-    pub fn cluster(&self) -> u32 {
-        self.cluster_k * self.cluster_n
-    }
-
-    /// Columns of a tile as stripes count them: those of a CTA, or of the CTAs side by side of a cluster.
-    pub fn stripe_n(&self) -> u32 {
-        self.tile_n * self.cluster_n
     }
 
     /// Warps of a CTA.
@@ -280,9 +267,6 @@ impl fmt::Display for Config {
         }
         if self.cluster_k != 1 {
             write!(f, "_q{}", self.cluster_k)?;
-        }
-        if self.cluster_n != 1 {
-            write!(f, "_p{}", self.cluster_n)?;
         }
         if self.own_sm {
             write!(f, "_so")?;
@@ -391,7 +375,6 @@ impl FromStr for Config {
             runs_per_stage: 1,
             ctas_per_sm,
             cluster_k: 1,
-            cluster_n: 1,
             own_sm: false,
             start: Start::Full,
             conversion: Conversion::Value,
@@ -405,7 +388,6 @@ impl FromStr for Config {
                 "x2" => config.runs_per_stage = 2,
                 "x4" => config.runs_per_stage = 4,
                 "q2" => config.cluster_k = 2,
-                "p2" => config.cluster_n = 2,
                 "so" => config.own_sm = true,
                 "sr" => config.start = Start::Ramped,
                 "sn" => config.conversion = Conversion::Subnormal,
@@ -418,7 +400,8 @@ impl FromStr for Config {
                 "bi" => config.kind.bias = true,
                 "rs" => config.kind.residual = true,
                 _ => {
-                    let why = "a flag is none of x2, x4, q2, p2, so, sr, sn, fs, r16, kt, el, ef, gf, bi, rs";
+                    let why =
+                        "a flag is none of x2, x4, q2, so, sr, sn, fs, r16, kt, el, ef, gf, bi, rs";
                     return Err(error(why));
                 }
             }

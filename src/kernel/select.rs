@@ -144,7 +144,7 @@ pub fn candidates(problem: &Problem, target: SmArch) -> Vec<Config> {
 /// Stripe lengths worth considering: whole tiles, one or as many as each slot of the card for a CTA or cluster gets,
 /// halves to eighths of a tile, and an even share for each slot.
 fn stripes(tiling: &Tiling, config: &Config, device: &DeviceSpec) -> Vec<u32> {
-    let slots = u64::from(device.num_sms * config.ctas_per_sm / config.cluster());
+    let slots = u64::from(device.num_sms * config.ctas_per_sm / config.cluster_k);
     let all_tiles = tiling.num_tiles * tiling.row_tiles;
     let tiles_per_slot = all_tiles.div_ceil(slots);
     let mut stripes: Vec<u64> = vec![tiling.k_tiles];
@@ -172,7 +172,7 @@ fn stripes(tiling: &Tiling, config: &Config, device: &DeviceSpec) -> Vec<u32> {
 
 /// Tiles that the stripes of one launch of `num_rows` rows run over.
 pub fn num_tiles(config: &Config, problem: &Problem, num_rows: u64) -> u64 {
-    let num_tiles = u64::from(problem.n.div_ceil(config.stripe_n()));
+    let num_tiles = u64::from(problem.n.div_ceil(config.tile_n));
     match family_of(config).stripes_cover_rows() {
         true => num_tiles * num_rows.div_ceil(config.tile_m.into()),
         false => num_tiles,
@@ -182,7 +182,7 @@ pub fn num_tiles(config: &Config, problem: &Problem, num_rows: u64) -> u64 {
 /// How one launch's tiles are divided between shares and whole tiles.
 pub fn deal(config: &Config, plan: &Plan, num_tiles: u32, k_tiles: u32) -> Deal {
     match family_of(config).stripes_cover_rows() {
-        true => Deal::whole_first(num_tiles, plan.grid[0] / config.cluster(), plan.stripe, k_tiles),
+        true => Deal::whole_first(num_tiles, plan.grid[0] / config.cluster_k, plan.stripe, k_tiles),
         false => Deal::stripes(num_tiles, plan.stripe),
     }
 }
@@ -209,15 +209,15 @@ pub fn plans(
         };
         let num_stripes = (num_tiles * tiling.k_tiles).div_ceil(stripe.into());
         let shares = u64::from(stripe) % tiling.k_tiles != 0;
-        let slot_bytes = 4 * u64::from(config.tile_m * config.stripe_n());
+        let slot_bytes = 4 * u64::from(config.tile_m * config.tile_n);
         let scratch = shares && config.reduction == Reduction::F32;
         Plan {
-            grid: [num_stripes as u32 * config.cluster(), grid_rows as u32],
+            grid: [num_stripes as u32 * config.cluster_k, grid_rows as u32],
             stripe,
             scratch_bytes: if scratch { num_stripes * grid_rows * slot_bytes } else { 0 },
             // In-place reduction asks its lock even where nobody else adds. CTAs of a cluster own parts of a tile.
             num_locks: if shares || config.reduction == Reduction::F16InPlace {
-                num_tiles * grid_rows * u64::from(config.cluster())
+                num_tiles * grid_rows * u64::from(config.cluster_k)
             } else {
                 0
             },

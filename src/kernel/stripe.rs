@@ -193,27 +193,6 @@ impl Stripe {
         Segment { tile, begin, end, ..*segment }
     }
 
-    /// Emits the runs of the segment and of all that is left after it.
-    pub fn emit_runs(&self, a: &mut Asm, segment: &Segment) -> Reg<B32> {
-        let runs = a.reg();
-        a.sub_u32(runs, segment.end, segment.begin);
-        a.add_u32(runs, runs, self.left);
-        if let Some(dealt) = self.dealt {
-            let [_, count] = dealt.emit_place(a);
-            let num_tiles = load_u32(a, dealt.end);
-            let (whole, _) = dealt.emit_whole_after(a, segment);
-            let [again, counted] = ["count", "counted"].map(|name| a.label(name));
-            a.bind(again);
-            let past = a.test_u32(Cmp::Ge, whole, num_tiles);
-            a.when(past, |a| a.bra(counted));
-            a.add_u32(runs, runs, segment.k_tiles);
-            a.add_u32(whole, whole, count);
-            a.bra(again);
-            a.bind(counted);
-        }
-        runs
-    }
-
     /// Emits whether there is a segment after `segment`, the newest one.
     pub fn emit_has_next(&self, a: &mut Asm, segment: &Segment) -> Reg<Pred> {
         let more = a.test_u32(Cmp::Ne, self.left, 0);

@@ -32,19 +32,16 @@ pub fn wgmma() -> Vec<Config> {
                     (Rows::Vector, Scaling::Promote),
                     (Rows::Vector, Scaling::Fragment),
                 ] {
-                    for (stages, runs_per_stage, ctas_per_sm, cluster_k, cluster_n) in [
-                        (2, 1, 1, 1, 1),
-                        (3, 1, 1, 1, 1),
-                        (4, 1, 2, 1, 1),
-                        (2, 2, 1, 1, 1),
-                        (3, 2, 1, 1, 1),
-                        (5, 1, 1, 1, 1),
-                        (3, 1, 1, 2, 1),
-                        (4, 1, 2, 2, 1),
-                        (2, 2, 1, 2, 1),
-                        (3, 1, 1, 1, 2),
-                        (4, 1, 2, 1, 2),
-                        (2, 2, 1, 1, 2),
+                    for (stages, runs_per_stage, ctas_per_sm, cluster_k) in [
+                        (2, 1, 1, 1),
+                        (3, 1, 1, 1),
+                        (4, 1, 2, 1),
+                        (2, 2, 1, 1),
+                        (3, 2, 1, 1),
+                        (5, 1, 1, 1),
+                        (3, 1, 1, 2),
+                        (4, 1, 2, 2),
+                        (2, 2, 1, 2),
                     ] {
                         family.push(Config {
                             family: "sm90wg",
@@ -58,7 +55,6 @@ pub fn wgmma() -> Vec<Config> {
                             runs_per_stage,
                             ctas_per_sm,
                             cluster_k,
-                            cluster_n,
                             own_sm: false,
                             start: Start::Full,
                             conversion: Conversion::Value,
@@ -77,7 +73,7 @@ pub fn wgmma() -> Vec<Config> {
 }
 
 /// A configuration's values, one number a dimension.
-fn values(config: &Config) -> [u32; 16] {
+fn values(config: &Config) -> [u32; 15] {
     let family = FAMILIES.iter().position(|family| family.name() == config.family);
     [
         family.expect("a registered family") as u32,
@@ -90,7 +86,6 @@ fn values(config: &Config) -> [u32; 16] {
         config.runs_per_stage,
         config.ctas_per_sm,
         config.cluster_k,
-        config.cluster_n,
         config.start as u32,
         config.scaling as u32,
         config.reduction as u32,

@@ -16,9 +16,7 @@ fn shape(config: &Config, random: &mut Random) -> Shape {
         1 => tile_m + 1 + random.below(tile_m),
         _ => tile_m,
     };
-    let n = 2 * config.stripe_n() as usize - 4 * random.below(8);
-    // The last tile of CTAs side by side may be the first one's alone.
-    let n = n - config.tile_n as usize * (config.cluster_n as usize - 1) * random.below(2);
+    let n = 2 * config.tile_n as usize - 4 * random.below(8);
     let stage_runs = (config.warps_k * config.runs_per_stage * config.cluster_k) as usize;
     let rounds = 2 + random.below(2 * config.stages as usize);
     let k = 128 * stage_runs * rounds - if config.rows == Rows::Vector { 32 } else { 0 };

@@ -88,7 +88,7 @@ impl Product {
             Rows::Vector => (4, 40),
             Rows::Element => (3, 41),
         };
-        let n = num_tiles * config.stripe_n() as usize - ragged_n;
+        let n = num_tiles * config.tile_n as usize - ragged_n;
         let k = 128 * k_tiles - ragged_k;
         let k = match config.group {
             Group::Size(size) => k / size as usize * size as usize,

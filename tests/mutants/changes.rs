@@ -102,10 +102,7 @@ fn weaker(node: &Node) -> Vec<(&'static str, Option<Node>)> {
             vec![left_out]
         }
         Inst::Bulk(
-            Bulk::CpAsyncBulk(_)
-            | Bulk::CpAsyncBulkHint(_)
-            | Bulk::CpAsyncBulkTensor2d(_)
-            | Bulk::CpAsyncBulkTensor2dMulticast(_),
+            Bulk::CpAsyncBulk(_) | Bulk::CpAsyncBulkHint(_) | Bulk::CpAsyncBulkTensor2d(_),
         ) => vec![left_out],
         Inst::Cluster(
             Cluster::GriddepcontrolWait(_)

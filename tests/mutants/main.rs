@@ -180,11 +180,6 @@ fn clusters_of_a_warpgroup_each() {
 }
 
 #[test]
-fn clusters_that_share_activations() {
-    bites("marlin_sm90wg_u4b8_f16_m16n64k256_g128_w4_s3_c1_p2", 29);
-}
-
-#[test]
 fn clusters_of_two_teams() {
     bites("marlin_sm90wg_u4b8_f16_m16n64k256_g128_w4_s3_c1_q2", 29);
 }

@@ -120,7 +120,7 @@ fn text(
     let Choice { config, stripe, cost } = choice;
     let Config { tile_m, tile_n, warps_n, warps_k, stages, ctas_per_sm, .. } = *config;
     let [grid_x, grid_y] = figures.grid;
-    let num_tiles = problem.n.div_ceil(config.stripe_n());
+    let num_tiles = problem.n.div_ceil(config.tile_n);
     let k_tiles = problem.k.div_ceil(128);
     let slots = spec.num_sms * ctas_per_sm;
     let scaling = match (config.group, config.scaling) {
@@ -130,9 +130,8 @@ fn text(
             "in fp16, on the fragments: fewer than the accumulators of this tile"
         }
     };
-    let (holder, exchange) = match (config.cluster_k, config.cluster_n) {
-        (1, 1) => ("CTA", ""),
-        (1, _) => ("cluster of 2 CTAs side by side", ""),
+    let (holder, exchange) = match config.cluster_k {
+        1 => ("CTA", ""),
         _ => ("cluster of 2 CTAs", "halves of sums cross shared memory in a cluster; beyond it "),
     };
     let reduction = match (figures.num_locks, config.reduction) {

@@ -101,17 +101,6 @@ struct Consumer<'a> {
     rounds: Reg<B32>,
     /// Whether this lane gives the stage before back: elected, and there is one.
     releases: Reg<Pred>,
-    /// Where CTAs share activations.
-    shared: Option<Shared>,
-}
-
-/// What it takes to give stages back to another CTA too.
-struct Shared {
-    /// From an address here to the same one there.
-    there: Reg<B32>,
-    /// Stages that this CTA has yet to give back for another to be requested. Nobody waits for those after them, and
-    /// the other CTA may have ended by then.
-    wanted: Reg<B32>,
 }
 
 impl Wg<'_> {
@@ -172,16 +161,6 @@ impl<'a> Consumer<'a> {
             _ => 80 + 16 * geometry.tile.num_factor_words().max(1),
         } + 8 * (geometry.tile.words_per_step() as u32 - 1);
         let width = if live + others > available { 2 } else { 4 };
-        let shared = match (&wg.member, config.cluster_n) {
-            (Some(member), 2..) => {
-                let [other, there] = a.regs();
-                a.xor_b32(other, member.rank, 1);
-                a.mapa_shared_cluster_u32(there, wg.smem, other);
-                a.sub_u32(there, there, wg.smem);
-                Some(Shared { there, wanted: a.reg() })
-            }
-            _ => None,
-        };
         let top = Carry {
             codes: (0..4 * geometry.tile.words_per_step()).map(|_| a.reg()).collect(),
             scales: (0..tiles).map(|_| TileScales::new(a, &geometry.tile)).collect(),
@@ -212,7 +191,6 @@ impl<'a> Consumer<'a> {
             top,
             rounds: a.reg(),
             releases: a.reg(),
-            shared,
         }
     }
 
@@ -224,13 +202,6 @@ impl<'a> Consumer<'a> {
             // Output and scratch belong to the kernel before this one until it has ended.
             a.griddepcontrol_wait();
             a.mov_b32(self.before, self.full);
-            if let Some(shared) = &self.shared {
-                let stages = wg.config.stages;
-                let runs = stripe.emit_runs(a, segment);
-                a.shr_u32(shared.wanted, runs, wg.geometry.stage_runs.ilog2());
-                a.max_u32(shared.wanted, shared.wanted, stages);
-                a.sub_u32(shared.wanted, shared.wanted, stages);
-            }
             a.bind(segment_top);
             wg.emit_rounds(a, segment, self.rounds);
             let totals = self.totals.iter().flatten().flatten().copied();
@@ -292,16 +263,6 @@ impl<'a> Consumer<'a> {
         // The elected lane speaks for all lanes' loads.
         a.bar_warp_sync(0xffff_ffffu32);
         a.when(releases, |a| a.mbarrier_arrive_shared_cta_b64(self.before));
-        if let Some(Shared { there, wanted }) = &self.shared {
-            let to = a.reg();
-            a.add_u32(to, self.before, *there);
-            let is_wanted = a.test_u32(Cmp::Ne, *wanted, 0);
-            a.and_pred(is_wanted, is_wanted, releases);
-            a.when(is_wanted, |a| {
-                a.mbarrier_arrive_shared_cluster_b64(to);
-                a.sub_u32(*wanted, *wanted, 1);
-            });
-        }
     }
 
     fn emit_output(&self, a: &mut Asm, stripe: &Stripe, segment: &Segment, place: &Place) {

@@ -163,7 +163,7 @@ impl Extra {
             dealt: Dealt {
                 first: a.param_u32("first_whole"),
                 end: a.param_u32("num_tiles"),
-                cluster: config.cluster(),
+                cluster: config.cluster_k,
             },
         }
     }
@@ -177,12 +177,12 @@ pub fn extra_arguments(config: &Config, arguments: &Arguments, list: &mut ArgLis
         base: DevicePtr(arguments.a_ptr),
         elements: [arguments.k.into(), arguments.m.into()],
         row_bytes: arguments.a_stride_bytes.into(),
-        tile: [BOX_K, config.tile_m / config.cluster_n],
+        tile: [BOX_K, config.tile_m],
         swizzle: Swizzle::B128,
     };
     list.push(Arg::TensorMap(a_map));
     let first_whole = arguments.num_runs / arguments.k_tiles;
-    let num_tiles = arguments.n.div_ceil(config.stripe_n()) * row_tiles;
+    let num_tiles = arguments.n.div_ceil(config.tile_n) * row_tiles;
     let numbers = [row_tiles, multiplier, shift, first_whole, num_tiles];
     numbers.map(Arg::U32).into_iter().for_each(|arg| list.push(arg));
 }
@@ -224,9 +224,6 @@ impl Wg<'_> {
         a.mul_lo_u32(before, column_tile, row_tiles);
         a.sub_u32(row_begin, segment.tile, before);
         a.mul_lo_u32(row_begin, row_begin, self.config.tile_m);
-        if let (Some(member), 2..) = (&self.member, self.config.cluster_n) {
-            a.mad_lo_u32(column_tile, column_tile, self.config.cluster_n, member.rank);
-        }
         Place { column_tile, row_begin }
     }
 
@@ -239,16 +236,13 @@ impl Wg<'_> {
     /// Makes the barriers, a stage's in one thread each: an initialisation takes 20 clocks. A CTA barrier must follow.
     fn emit_barriers(&self, a: &mut Asm) {
         let (warps, stages) = (self.config.num_warps(), self.config.stages);
-        // Who shares a stage's activations leaves it together.
-        let leavers = warps * self.config.cluster_n;
         let own = a.reg();
         a.mad_lo_u32(own, self.warp, 8, self.smem);
         for first in (0..stages).step_by(warps as usize) {
             let has = a.test_u32(Cmp::Lt, self.warp, stages - first);
             a.and_pred(has, has, self.elected);
             a.when(has, |a| {
-                for (barriers, arrivals) in
-                    [(self.plan.full, warps / 4), (self.plan.empty, leavers)]
+                for (barriers, arrivals) in [(self.plan.full, warps / 4), (self.plan.empty, warps)]
                 {
                     let barrier = own.at(barriers.start + 8 * first);
                     a.mbarrier_init_shared_b64(barrier, arrivals);
@@ -290,7 +284,7 @@ pub fn build(config: &Config, _target: SmArch) -> Module {
         let elected = a.reg();
         a.elect_sync(elected);
         let geometry = Geometry::new(config);
-        let member = (config.cluster() > 1).then(|| cluster::Member::new(a));
+        let member = (config.cluster_k > 1).then(|| cluster::Member::new(a));
         Wg { config, geometry, plan, params, extra, smem, tid, lane, warp, elected, member }
     });
     a.section("barriers", |a| wg.emit_barriers(a));
@@ -301,8 +295,8 @@ pub fn build(config: &Config, _target: SmArch) -> Module {
         a.and_pred(is_first, is_first, wg.elected);
         a.when(is_first, |a| a.prefetch_tensormap(map));
     });
-    if config.cluster() > 1 {
-        a.cluster = config.cluster();
+    if config.cluster_k > 1 {
+        a.cluster = config.cluster_k;
         a.section("cluster", |a| a.barrier_cluster_arrive_relaxed_aligned());
     }
     let (stripe, segment) = a.section("stripe", |a| emit_dealt_stripe(a, &params, extra.dealt));
@@ -368,13 +362,12 @@ impl super::KernelFamily for Sm90WgFamily {
                 config.warps_n, config.warps_k
             ));
         }
-        if ![1, 2].contains(&config.cluster()) {
-            let Config { cluster_k, cluster_n, .. } = config;
-            return Some(format!("clusters of {cluster_k} x {cluster_n} CTAs: at most 2"));
+        if ![1, 2].contains(&config.cluster_k) {
+            return Some(format!("clusters of {}: 1 or 2 CTAs share a tile", config.cluster_k));
         }
-        if !config.tile_m.is_multiple_of(8 * config.cluster()) {
+        if !config.tile_m.is_multiple_of(8 * config.cluster_k) {
             return Some(format!(
-                "{} rows: the CTAs of a cluster add up or copy 8 or a multiple each",
+                "{} rows: the CTAs of a cluster own 8 or a multiple each",
                 config.tile_m
             ));
         }

@@ -61,7 +61,7 @@ impl Wg<'_> {
         let owner_threads = 32 * config.warps_n;
         let in_team = a.reg();
         let mut sums = sums.clone();
-        if let (Some(member), 2..) = (&self.member, config.cluster_k) {
+        if let Some(member) = &self.member {
             a.section("sums of the cluster", |a| {
                 sums = self.emit_handover(a, member, &sums, (stripe, segment), in_team, done);
                 a.mad_lo_u32(place.row_begin, member.rank, own_rows(config), place.row_begin);
@@ -83,8 +83,8 @@ impl Wg<'_> {
             a.when(owns, |a| a.bra(own));
             first
         });
-        let slot_bytes = 4 * config.tile_m * config.stripe_n();
-        let own_bytes = slot_bytes / config.cluster();
+        let slot_bytes = 4 * config.tile_m * config.tile_n;
+        let own_bytes = slot_bytes / config.cluster_k;
         let items: Vec<&[Reg<F32>; 4]> = sums.iter().flatten().collect();
         let item_bytes = 16 * owner_threads;
         let slot_ptr = |a: &mut Asm, slot: Reg<B32>| {

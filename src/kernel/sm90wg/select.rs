@@ -27,20 +27,9 @@ const SHAPES: [(u32, u32, u32); 11] = [
     (256, 8, 2),
 ];
 
-/// CTAs on an SM, runs in a stage, and CTAs of a cluster along k and along n.
-const PIPELINES: [(u32, u32, u32, u32); 11] = [
-    (1, 1, 1, 1),
-    (1, 2, 1, 1),
-    (2, 1, 1, 1),
-    (2, 2, 1, 1),
-    (1, 1, 2, 1),
-    (1, 2, 2, 1),
-    (2, 1, 2, 1),
-    (2, 2, 2, 1),
-    (1, 1, 1, 2),
-    (1, 2, 1, 2),
-    (2, 1, 1, 2),
-];
+/// CTAs on an SM, runs in a stage, CTAs of a cluster.
+const PIPELINES: [(u32, u32, u32); 8] =
+    [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 2)];
 
 /// Tiles of a layer and batch up to which clusters are worth considering: two for each SM of the largest cards.
 const MOST_SHARED_TILES: u64 = 264;
@@ -94,13 +83,13 @@ pub(super) fn candidates(problem: &Problem) -> Vec<Vec<Config>> {
     };
     for tile_m in tile_ms(problem) {
         for (tile_n, warps_n, warps_k) in SHAPES {
-            for (ctas_per_sm, runs_per_stage, cluster_k, cluster_n) in PIPELINES {
+            for (ctas_per_sm, runs_per_stage, cluster_k) in PIPELINES {
                 for &scaling in scalings {
                     let config = |stages| Config {
                         family: "sm90wg",
                         kind: problem.kind,
                         group: problem.group,
-                        tile_m: tile_m.next_multiple_of(8 * cluster_k * cluster_n),
+                        tile_m: tile_m.next_multiple_of(8 * cluster_k),
                         tile_n,
                         warps_n,
                         warps_k,
@@ -108,7 +97,6 @@ pub(super) fn candidates(problem: &Problem) -> Vec<Vec<Config>> {
                         runs_per_stage,
                         ctas_per_sm,
                         cluster_k,
-                        cluster_n,
                         own_sm: false,
                         start: Start::Full,
                         conversion: Conversion::Value,
@@ -130,15 +118,10 @@ pub(super) fn candidates(problem: &Problem) -> Vec<Vec<Config>> {
                     let whole = problem.k.div_ceil(128).is_multiple_of(step);
                     // Tall tiles: two warpgroups of two tiles each measured better than four of one.
                     let crowded = tile_m > 96 && warps_n * warps_k > 12;
-                    // Clusters share tiles that are too few for a CTA each to fill the card, and activations
-                    // that are many.
+                    // Clusters share tiles that are too few for a CTA each to fill the card.
                     let tiles =
                         u64::from(problem.n.div_ceil(tile_n)) * problem.m.div_ceil(tile_m.into());
-                    let shares = match (cluster_k, cluster_n) {
-                        (1, 1) => true,
-                        (1, _) => tile_m >= 32,
-                        _ => tile_m <= 128 && tiles <= MOST_SHARED_TILES,
-                    };
+                    let shares = cluster_k == 1 || (tile_m <= 128 && tiles <= MOST_SHARED_TILES);
                     let deep = runs_per_stage == 1 || tile_m <= 64;
                     if gains && whole && !crowded && deep && shares {
                         lists.push((MIN_STAGES..=most).rev().map(config).collect());
@@ -226,7 +209,7 @@ pub(super) fn cost(config: &Config, problem: &Problem, device: &DeviceSpec, stri
     let (tiling, model) = (Tiling::new(config, problem), &MODEL);
     let (num_sms, stripe) = (f64::from(device.num_sms), f64::from(stripe));
     let k_tiles = tiling.k_tiles as f64;
-    let (cluster, cluster_k) = (f64::from(config.cluster()), f64::from(config.cluster_k));
+    let cluster = f64::from(config.cluster_k);
     let stripes = ((tiling.num_tiles * tiling.row_tiles) as f64 * k_tiles / stripe).ceil();
     let ctas = cluster * stripes;
     let per_sm = (ctas / num_sms).ceil();
@@ -238,7 +221,7 @@ pub(super) fn cost(config: &Config, problem: &Problem, device: &DeviceSpec, stri
         values.iter().map(|value| value.powf(q)).sum::<f64>().powf(1.0 / q)
     };
     let warpgroups = f64::from(config.num_warps() / 4);
-    let products = stripe / cluster_k / f64::from(config.warps_k)
+    let products = stripe / cluster / f64::from(config.warps_k)
         * 8.0
         * f64::from(config.tiles_per_warp())
         * warpgroups
@@ -277,7 +260,7 @@ pub(super) fn cost(config: &Config, problem: &Problem, device: &DeviceSpec, stri
         _ => model.exchange_us + model.exchange_us_per_100kb * tile,
     };
     let epilogue_us =
-        model.epilogue_us + model.epilogue_us_per_100kb * tile / cluster_k + exchange_us;
+        model.epilogue_us + model.epilogue_us_per_100kb * tile / cluster + exchange_us;
     let fixed_us =
         model.start_us + model.wave_us * (waves - 1.0) + reduction_us + segments * epilogue_us;
     let in_step = stripe % k_tiles == 0.0 || k_tiles % stripe == 0.0;

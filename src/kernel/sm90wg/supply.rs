@@ -11,7 +11,7 @@
 use super::{BOX_K, Wg};
 use crate::asm::Asm;
 use crate::asm::reg::Reg;
-use crate::asm::types::{B16, B32, B64, Cmp, Pred};
+use crate::asm::types::{B32, B64, Cmp, Pred};
 use crate::kernel::params::{load_u32, load_u64};
 use crate::kernel::stripe::{Segment, Stripe, emit_dealt_stripe};
 
@@ -51,8 +51,6 @@ pub(super) struct Supply<'a> {
     x: Reg<B32>,
     y: Reg<B32>,
     map: Reg<B64>,
-    /// Both CTAs of a cluster that shares activations: each copies half of the rows to both.
-    both: Option<Reg<B16>>,
 }
 
 impl<'a> Supply<'a> {
@@ -87,18 +85,6 @@ impl<'a> Supply<'a> {
             let has = a.test_u32(Cmp::Lt, group, team_boxes.saturating_sub(n * groups).min(groups));
             a.when(has, |a| a.add_u32(bytes, bytes, geometry.box_bytes));
         }
-        let both = match (&wg.member, config.cluster_n) {
-            (Some(member), 2..) => {
-                // Its own half of each box.
-                a.mad_lo_u32(rows_to, member.rank, geometry.box_bytes / 2, rows_to);
-                let word = a.reg();
-                let [both, none]: [Reg<B16>; 2] = a.regs();
-                a.mov_b32(word, 0b11);
-                a.mov_b32_unpack([both, none], word);
-                Some(both)
-            }
-            _ => None,
-        };
         let map = a.reg();
         a.cvta_param_u64(map, wg.extra.a_map);
         let [full, full_end, parity] = a.regs();
@@ -126,7 +112,6 @@ impl<'a> Supply<'a> {
             x: a.reg(),
             y: a.reg(),
             map,
-            both,
         };
         supply.emit_point(a);
         supply
@@ -146,7 +131,7 @@ impl<'a> Supply<'a> {
         a.mad_lo_u32(first_column, self.group, self.tiles, first_column);
         a.sub_u32(last_column, num_columns, 1);
         a.add_u32(first, segment.begin, self.first_run);
-        if let (Some(member), 2..) = (&wg.member, wg.config.cluster_k) {
+        if let Some(member) = &wg.member {
             // The second CTA of a cluster has the second half of the segment.
             let half = a.reg();
             a.sub_u32(half, segment.end, segment.begin);
@@ -163,12 +148,7 @@ impl<'a> Supply<'a> {
         }
         a.mul_lo_u32(self.x, first, 128);
         a.mad_lo_u32(self.x, self.group, BOX_K, self.x);
-        match (&wg.member, self.both) {
-            (Some(member), Some(_)) => {
-                a.mad_lo_u32(self.y, member.rank, wg.config.tile_m / 2, place.row_begin);
-            }
-            _ => a.mov_b32(self.y, place.row_begin),
-        }
+        a.mov_b32(self.y, place.row_begin);
     }
 
     /// Requests the stripe's first stages, all but one, as far as the first segment has them. The weights go
@@ -185,10 +165,6 @@ impl<'a> Supply<'a> {
         a.bind(weights_done);
         // What the kernel before this one wrote may be read, and what it reads written, from here on.
         a.griddepcontrol_wait();
-        if self.both.is_some() {
-            // The other CTA has begun, and its barriers count.
-            a.barrier_cluster_wait_acquire_aligned();
-        }
         for stage in 0..most {
             let finished = a.test_u32(Cmp::Le, self.to_request, stage);
             a.when(finished, |a| a.bra(rows_done));
@@ -298,11 +274,8 @@ impl<'a> Supply<'a> {
             };
             let offset = ahead * geometry.stage_bytes + n * groups * geometry.box_bytes;
             let to = self.rows_to.at(offset);
-            a.when(issues, |a| match self.both {
-                Some(both) => a.cp_async_bulk_tensor_2d_shared_global_multicast(
-                    to, self.map, at, self.y, full, both,
-                ),
-                None => a.cp_async_bulk_tensor_2d_shared_global(to, self.map, at, self.y, full),
+            a.when(issues, |a| {
+                a.cp_async_bulk_tensor_2d_shared_global(to, self.map, at, self.y, full);
             });
         }
         a.add_u32(self.x, self.x, 128 * geometry.stage_runs);

@@ -64,7 +64,6 @@ pub(super) fn candidates(
                     runs_per_stage: 1,
                     ctas_per_sm,
                     cluster_k: 1,
-                    cluster_n: 1,
                     own_sm: false,
                     start: Start::Full,
                     conversion,
@@ -245,8 +244,8 @@ pub(super) fn broken_rule(config: &Config) -> Option<String> {
     if !(TILE_MS.contains(&config.tile_m)) {
         return Some(format!("tile_m is {}, it must be one of {TILE_MS:?}", config.tile_m));
     }
-    if config.cluster() != 1 {
-        return Some("clusters share work in family sm90wg only".into());
+    if config.cluster_k != 1 {
+        return Some("clusters share a tile in family sm90wg only".into());
     }
     if !(1..=8).contains(&config.warps_n) || ![1, 2, 4, 8, 16].contains(&config.warps_k) {
         return Some(format!(

@@ -118,7 +118,7 @@ impl Forced {
             return with(stripe);
         }
         let k_tiles = problem.k.div_ceil(128);
-        let runs = problem.n.div_ceil(config.stripe_n()) * k_tiles;
+        let runs = problem.n.div_ceil(config.tile_n) * k_tiles;
         let row_tiles = problem.m.div_ceil(config.tile_m.into()) as u32;
         let share = (runs * row_tiles).div_ceil(device.num_sms * config.ctas_per_sm);
         let parts = (1..=8).map(|parts| k_tiles.div_ceil(parts)).chain([share.clamp(1, runs)]);
