@@ -130,7 +130,7 @@ impl Machine for TestMachine {
         Ok(())
     }
     fn bulk(&mut self, _lane: u32, op: BulkOp) -> Result<(), Self::Stop> {
-        if !matches!(op, BulkOp::Commit | BulkOp::Wait { .. }) {
+        if !matches!(op, BulkOp::PrefetchMap { .. } | BulkOp::Commit | BulkOp::Wait { .. }) {
             self.widths.push(16);
         }
         Ok(())
