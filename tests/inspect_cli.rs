@@ -154,3 +154,35 @@ fn b89_verify_fails_on_anything_doubtful() {
     assert_eq!(kinds, ["missing-block", "ignored"]);
     assert_eq!(value["ok"], Value::Bool(false));
 }
+
+/// Real layers of every convention, read, packed and multiplied on the emulator.
+#[test]
+fn fixtures_of_every_convention_are_right_by_their_numbers() {
+    for name in [
+        "awq-g128",
+        "ct-fp8-dynamic",
+        "ct-mxfp4a16",
+        "ct-nvfp4a16",
+        "ct-w4a16-asym-g128",
+        "ct-w4a16-g128",
+        "ct-w8a16",
+        "gptq-8bit-g128",
+        "gptq-channelwise",
+        "gptq-g128-asym-v2",
+        "gptq-g32-sym",
+        "marlin-channelwise",
+        "tiny-llama",
+    ] {
+        let Some(folder) = fixtures::fixture(name).map(fixtures::weights_of) else { continue };
+        let mut args = vec![folder.as_os_str()];
+        let more = ["--numerics", "--layers", "1", "--m", "1,9", "--device", "emu", "--json"];
+        args.extend(more.map(OsStr::new));
+        let value = answer(&makaira("verify", args));
+        assert_eq!((&value["ok"], &value["doubts"]), (&true.into(), &json!([])), "{name}");
+        assert_eq!(value["numerics"].as_array().expect("products").len(), 2, "{name}");
+        assert_eq!(
+            value["notes"].as_array().expect("notes").len(),
+            usize::from(name == "ct-fp8-dynamic")
+        );
+    }
+}
