@@ -10,6 +10,7 @@
 //! calls that can run at the same time need a workspace each. Calls of one stream may share it also when
 //! they [start early](Stream::early): a kernel touches it only after the kernel before it has ended.
 
+mod gather;
 mod memory;
 mod operands;
 mod tuning;
@@ -20,7 +21,7 @@ use std::sync::{Arc, RwLock};
 use crate::backend::{self, Backend, Enqueue, Kernel, Launch, Stream};
 use crate::jit::TuneStore;
 use crate::kernel::select::{self, Choice, MAX_ROW_STRIDE_BYTES, step};
-use crate::kernel::{Config, Kind, Problem, Rows};
+use crate::kernel::{Config, Kind, Plan, Problem, Rows};
 use crate::weights::{Activation, PackedLayout, PackedWeights, WeightFormat};
 
 pub use memory::{Weight, Workspace};
@@ -120,6 +121,8 @@ pub struct Gemm {
     choices: RwLock<HashMap<Slot, Choice>>,
     prepared: RwLock<HashMap<(Slot, Added), Prepared>>,
     kernels: RwLock<HashMap<Config, Arc<dyn Kernel>>>,
+    /// The kernel that gathers activations, once it was wanted.
+    gather: RwLock<Option<Arc<dyn Kernel>>>,
 }
 
 impl Gemm {
@@ -132,6 +135,7 @@ impl Gemm {
             choices: RwLock::default(),
             prepared: RwLock::default(),
             kernels: RwLock::default(),
+            gather: RwLock::default(),
         }
     }
 
@@ -148,6 +152,9 @@ impl Gemm {
         let mut weight = self.reserve(packed.layout(), packed.format())?;
         weight.factor = packed.factor();
         self.backend.upload(weight.ptr, packed.bytes())?;
+        if let Some(order) = packed.input_order() {
+            weight.gather = self.upload_order(order)?;
+        }
         Ok(weight)
     }
 
@@ -175,6 +182,7 @@ impl Gemm {
             factor: 1.0,
             activation: Activation::F16,
             bias: None,
+            gather: None,
         })
     }
 
@@ -191,7 +199,7 @@ impl Gemm {
                 let problem = problem(weight, m, rows);
                 let choice = self.choice(&problem, overlap_previous)?;
                 for plan in select::plans(&choice.config, &problem, choice.stripe) {
-                    needs.0 = needs.0.max(plan.scratch_bytes);
+                    needs.0 = needs.0.max(weight.gathered_bytes(m) + plan.scratch_bytes);
                     needs.1 = needs.1.max(plan.num_locks);
                 }
             }
@@ -230,6 +238,9 @@ impl Gemm {
     pub fn prepare(&self, weight: &Weight, max_m: u64) -> Result<(), Error> {
         check_rows(max_m)?;
         let rows = Rows::of(weight.layout().n, weight.layout().k);
+        if weight.gather.is_some() {
+            self.gather_kernel(None)?;
+        }
         for m in steps(max_m) {
             for overlap_previous in [false, true] {
                 let added = Added { bias: weight.bias.is_some(), residual: false };
@@ -408,17 +419,21 @@ impl Gemm {
                 ),
             });
         }
-        for plan in select::plans(&config, problem, stripe) {
-            if plan.scratch_bytes > workspace.scratch_bytes || plan.num_locks > workspace.num_locks
-            {
+        let gathered = weight.gathered_bytes(problem.m);
+        for Plan { scratch_bytes, num_locks, .. } in select::plans(&config, problem, stripe) {
+            let need_bytes = gathered + scratch_bytes;
+            if need_bytes > workspace.scratch_bytes || num_locks > workspace.num_locks {
                 return Err(Error::Workspace {
                     m: problem.m,
                     have_bytes: workspace.scratch_bytes,
                     have_locks: workspace.num_locks,
-                    need_bytes: plan.scratch_bytes,
-                    need_locks: plan.num_locks,
+                    need_bytes,
+                    need_locks: num_locks,
                 });
             }
+        }
+        let a = self.gathered(a, weight, problem.m, workspace, order)?;
+        for plan in select::plans(&config, problem, stripe) {
             let args = arguments(&plan, &config, problem, (a, weight, residual, c), workspace);
             let mut list = args.list(&config.kind);
             select::family_of(&config).extra_arguments(&config, &args, &mut list);

@@ -425,6 +425,21 @@ fn every_kind_assembles_and_is_woven() {
     report(&found, work.len());
 }
 
+/// The kernel that gathers activations, for every target.
+#[test]
+fn the_gathering_kernel_assembles() {
+    let Some(ptxas) = Ptxas::find() else { return };
+    for (sm, ..) in TARGETS {
+        let target = SmArch::baseline(sm);
+        let module = kernel::gather::build(target);
+        module.verify().unwrap_or_else(|found| panic!("{target}: {found}"));
+        let assembled = ptxas.assemble(&module.to_string(), &target.to_string(), &[]);
+        let assembled = assembled.unwrap_or_else(|log| panic!("{target}: {log}"));
+        assert_eq!((assembled.spill_bytes, assembled.stack_bytes), (0, 0), "{target}");
+        assert!(assembled.regs <= 64, "{target}: {} registers", assembled.regs);
+    }
+}
+
 /// What is wrong with an assembled configuration of the wgmma family. Its products must overlap: the assembler
 /// serialises those that it cannot follow, and says so. A descriptor that it does not know to be the same in
 /// all lanes costs two `R2UR` a product.

@@ -16,6 +16,16 @@ pub struct Weight {
     pub(super) factor: f32,
     pub(super) activation: Activation,
     pub(super) bias: Option<DevicePtr>,
+    pub(super) gather: Option<Gather>,
+}
+
+/// What activations are gathered by before a product with a weight whose inputs are packed in another order.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Gather {
+    /// The input of each packed one.
+    pub(super) ptr: DevicePtr,
+    /// Columns of the activations.
+    pub(super) k: usize,
 }
 
 impl Weight {
@@ -27,6 +37,17 @@ impl Weight {
     /// Where it lies.
     pub fn ptr(&self) -> DevicePtr {
         self.ptr
+    }
+
+    /// Columns of the activations: inputs of the layer, which are the layout's if they are packed in order.
+    pub fn source_inputs(&self) -> usize {
+        self.gather.map_or(self.layout.k, |gather| gather.k)
+    }
+
+    /// Bytes of scratch memory for the gathered activations of `m` rows.
+    pub(super) fn gathered_bytes(&self, m: u64) -> u64 {
+        let row = 2 * self.layout.k as u64;
+        self.gather.map_or(0, |_| (m * row).next_multiple_of(256))
     }
 
     /// The weight type's name.
@@ -87,8 +108,10 @@ impl Weight {
 
 impl Drop for Weight {
     fn drop(&mut self) {
-        if let Err(error) = self.backend.free(self.ptr) {
-            log::debug!("freeing a weight: {error}");
+        for ptr in [Some(self.ptr), self.gather.map(|gather| gather.ptr)].into_iter().flatten() {
+            if let Err(error) = self.backend.free(ptr) {
+                log::debug!("freeing a weight: {error}");
+            }
         }
     }
 }

@@ -34,7 +34,8 @@ pub(super) fn rows_of(
 ) -> Result<Rows, Error> {
     let layout = weight.layout();
     let residual = residual.map(|residual| ("residual", residual, layout.n));
-    let operands = [("a", a, layout.k), ("c", c, layout.n)].into_iter().chain(residual);
+    let operands =
+        [("a", a, weight.source_inputs()), ("c", c, layout.n)].into_iter().chain(residual);
     for (operand, matrix, columns) in operands {
         let error = |rule| Err(Error::Operand { operand, rule });
         if !matrix.ptr.0.is_multiple_of(2) {
@@ -62,7 +63,8 @@ pub(super) fn rows_of(
         let rule = format!("address {bias:#x} is odd; elements need 2 bytes");
         return Err(Error::Operand { operand: "bias", rule });
     }
-    let vectors = aligned(a, 16)
+    // Gathered activations lie as kernels like them.
+    let vectors = (weight.gather.is_some() || aligned(a, 16))
         && aligned(c, 8)
         && residual.is_none_or(|(_, residual, _)| aligned(residual, 8))
         && bias.is_multiple_of(8);
@@ -90,7 +92,7 @@ pub(super) fn arguments(
         b_ptr: weight.ptr.0,
         c_ptr: at(c),
         column_scales_ptr: weight.ptr.0 + layout.column_scales_offset.unwrap_or(0) as u64,
-        scratch_ptr: workspace.scratch.map_or(0, |ptr| ptr.0),
+        scratch_ptr: workspace.scratch.map_or(0, |ptr| ptr.0) + weight.gathered_bytes(problem.m),
         locks_ptr: workspace.locks.map_or(0, |ptr| ptr.0),
         m: plan.num_rows,
         n: problem.n,

@@ -6,6 +6,7 @@
 mod cost;
 mod elements;
 pub mod epilogue;
+pub mod gather;
 pub mod params;
 pub mod problem;
 mod reduction;

@@ -3,7 +3,7 @@
 
 use super::packed_layout::{TILE_CHANNELS, TILE_K};
 use super::zeros::AWQ_FIELD;
-use super::{Codes, QuantMatrix};
+use super::{Codes, InputOrder, QuantMatrix};
 
 /// Column words of a tile: `[input octet][channel]` of 4-bit codes, which fill half of the rows, `[input quad][channel]`
 /// of 8-bit ones.
@@ -115,6 +115,42 @@ pub(super) fn column_words(
             }
         }
         Codes::MarlinWords(_) => unreachable!("Marlin's words are permuted, not gathered"),
+    }
+    columns
+}
+
+/// The column words of a tile whose inputs are those of `inputs`, of 16 outputs from `n0` on; codes of inputs that do
+/// not exist, past their end, or of outputs past N are the padding code.
+pub(super) fn gathered_words(
+    matrix: &QuantMatrix<'_>,
+    inputs: &[u32],
+    n0: usize,
+    padding: u32,
+) -> ColumnWords {
+    let mut columns = [[padding; TILE_CHANNELS]; TILE_K / 4];
+    let channels = matrix.n().saturating_sub(n0).min(TILE_CHANNELS);
+    let bits = matrix.format().bits() as usize;
+    let per_word = 32 / bits;
+    let mask = u32::MAX >> (32 - bits);
+    for (place, &input) in inputs.iter().enumerate().filter(|(_, i)| **i != InputOrder::NONE) {
+        let (row, shift) = (&mut columns[place / per_word], bits * (place % per_word));
+        let input = input as usize;
+        let mut set = |channel: usize, code: u32| {
+            row[channel] = row[channel] & !(mask << shift) | code << shift;
+        };
+        match matrix.codes() {
+            // The order that act-order comes in: a row of words.
+            Codes::GptqWords(bytes) => {
+                let at = 4 * (input / per_word * matrix.n() + n0);
+                let words = bytes[at..at + 4 * channels].as_chunks().0;
+                for (channel, quad) in words.iter().enumerate() {
+                    let word = u32::from_le_bytes(*quad) >> (bits * (input % per_word));
+                    set(channel, word & mask);
+                }
+            }
+            _ => (0..channels)
+                .for_each(|channel| set(channel, matrix.code(input, n0 + channel).into())),
+        }
     }
     columns
 }

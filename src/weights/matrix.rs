@@ -319,15 +319,11 @@ impl<'a> QuantMatrix<'a> {
 
     /// Refuses what no kernel takes, whatever the scales are.
     pub(super) fn check_kernels(&self) -> Result<(), Error> {
-        let MatrixParts { format, g_idx, .. } = self.parts;
+        let format = self.parts.format;
         let refuse = |what: String, rule| Err(Error::Unpackable { what, rule });
         if format.fragments().is_none() {
             let what = format!("a weight of type {}", format.name());
             return refuse(what, "no kernel takes the type");
-        }
-        if g_idx.is_some() {
-            let rule = "no kernel gathers activations";
-            return refuse("a weight with group indices (act-order)".to_owned(), rule);
         }
         Ok(())
     }

@@ -28,6 +28,7 @@ mod fragments;
 mod group;
 mod marlin;
 mod matrix;
+mod order;
 mod pack;
 mod packed_layout;
 mod quantize;
@@ -46,6 +47,7 @@ pub use fragments::{Activation, Fragments, Operands, ZeroBases, emit_zeros};
 pub use group::Group;
 pub use marlin::MarlinTensors;
 pub use matrix::{Codes, MatrixParts, QuantMatrix};
+pub use order::InputOrder;
 pub use pack::{PackedWeights, Unpacked, default_threads};
 pub use packed_layout::{
     CHUNK_CHANNELS, CODE_BYTES_PER_TILE, K16_STEPS_PER_HALF, PackedLayout, SCALE_ROW_BYTES,

@@ -11,12 +11,12 @@
 
 use half::f16;
 
-use super::columns::{column_words, shuffle_bytes, shuffle_nibbles};
+use super::columns::{column_words, gathered_words, shuffle_bytes, shuffle_nibbles};
 use super::packed_layout::{
-    CHUNK_CHANNELS, PackedLayout, SCALE_ROW_BYTES, ScaleRow, TILE_CHANNELS, TileKind,
+    CHUNK_CHANNELS, PackedLayout, SCALE_ROW_BYTES, ScaleRow, TILE_CHANNELS, TILE_K, TileKind,
 };
 use super::scale_rule::{ScaleRule, power, scale_of_bits};
-use super::{Codes, Error, Fragments, Group, QuantMatrix, WeightFormat};
+use super::{Codes, Error, Fragments, Group, InputOrder, QuantMatrix, WeightFormat};
 
 /// A weight in the packed layout, ready to be uploaded in one piece.
 #[derive(Clone, Debug)]
@@ -25,6 +25,8 @@ pub struct PackedWeights {
     format: &'static dyn WeightFormat,
     /// What every weight is multiplied by beside its scale.
     factor: f32,
+    /// Where inputs and groups come from, if not from the same place in the source.
+    order: Option<InputOrder>,
     /// The buffer, in 16-byte units so that it is aligned for any vector access.
     data: Vec<u128>,
 }
@@ -50,6 +52,7 @@ pub(super) struct Plan {
     layout: PackedLayout,
     rule: ScaleRule,
     factor: f32,
+    order: Option<InputOrder>,
 }
 
 impl Plan {
@@ -58,13 +61,22 @@ impl Plan {
         matrix.check_kernels()?;
         let rule = ScaleRule::of(matrix)?;
         let kind = TileKind::of(matrix.format(), rule.row);
-        let layout = PackedLayout::of(matrix.n(), matrix.k(), matrix.group(), kind)?;
+        let sizes = match rule.row {
+            ScaleRow::F16 => &Group::SIZES[..],
+            ScaleRow::E5m3 => &[16, 32],
+        };
+        let order = InputOrder::of(matrix, &kind, sizes)?;
+        let (k, group) = match &order {
+            Some((order, group)) => (order.inputs().len(), *group),
+            None => (matrix.k(), matrix.group()),
+        };
+        let layout = PackedLayout::of(matrix.n(), k, group, kind)?;
         let factor = (f64::from(matrix.global_scale()) * power(-rule.exponent)) as f32;
         // Scales that are all NaN, infinite or zero still have one.
         if !factor.is_normal() {
             return Err(Error::GlobalScale { value: factor });
         }
-        Ok(Self { layout, rule, factor })
+        Ok(Self { layout, rule, factor, order: order.map(|(order, _)| order) })
     }
 }
 
@@ -81,7 +93,7 @@ impl PackedWeights {
         let (chunks, tail) = words.split_at_mut(layout.codes_bytes / 4);
         let chunk_words = layout.chunk_bytes / 4;
         let per_thread = layout.num_chunks().div_ceil(threads.max(1));
-        let packer = Packer::new(matrix, &layout, rule);
+        let packer = Packer::new(matrix, &layout, rule, packed.order.as_ref());
         std::thread::scope(|scope| {
             for (run_idx, run) in chunks.chunks_mut(per_thread * chunk_words).enumerate() {
                 let (packer, first) = (&packer, run_idx * per_thread);
@@ -101,16 +113,16 @@ impl PackedWeights {
             let halves: &mut [u16] = bytemuck::cast_slice_mut(tail);
             let first = (offset - layout.codes_bytes) / 2;
             for (n, half) in halves[first..first + layout.n].iter_mut().enumerate() {
-                *half = rule.bits(matrix, 0, n).to_le();
+                *half = (packer.scale_bits(0, n) as u16).to_le();
             }
         }
         Ok(packed)
     }
 
     fn zeroed(matrix: &QuantMatrix<'_>) -> Result<(Self, ScaleRule), Error> {
-        let Plan { layout, rule, factor } = Plan::of(matrix)?;
+        let Plan { layout, rule, factor, order } = Plan::of(matrix)?;
         let data = vec![0; layout.total_bytes / size_of::<u128>()];
-        Ok((Self { layout, format: matrix.format(), factor, data }, rule))
+        Ok((Self { layout, format: matrix.format(), factor, order, data }, rule))
     }
 
     /// Sizes and positions.
@@ -138,6 +150,25 @@ impl PackedWeights {
     /// the scale rows lack.
     pub fn factor(&self) -> f32 {
         self.factor
+    }
+
+    /// Where packed inputs come from, if they do not lie in the source's order. Indices of the methods below are those of
+    /// packed inputs and groups, but for [`PackedWeights::unpack`] and [`PackedWeights::dequantize`].
+    pub fn input_order(&self) -> Option<&InputOrder> {
+        self.order.as_ref()
+    }
+
+    /// Inputs of the source: columns of the activations.
+    pub fn source_inputs(&self) -> usize {
+        self.order.as_ref().map_or(self.layout.k, InputOrder::source_inputs)
+    }
+
+    /// The packed place of each input of the source.
+    fn places(&self) -> Vec<usize> {
+        match &self.order {
+            Some(order) => order.places(),
+            None => (0..self.layout.k).collect(),
+        }
     }
 
     /// The code of input `k` and output `n`, both below the padded sizes.
@@ -174,11 +205,12 @@ impl PackedWeights {
         Some((f16::from_bits(self.half(at)).to_f32() - base) as u8)
     }
 
-    /// Every code, the bits of every scale and every zero, without the padding.
+    /// Every code in the source's order, the bits of every scale and every zero, without the padding. Scales and zeros
+    /// are those of packed groups.
     pub fn unpack(&self) -> Unpacked {
-        let (n, k) = (self.layout.n, self.layout.k);
+        let (n, places) = (self.layout.n, self.places());
         let num_groups = self.layout.num_groups();
-        let codes = (0..k * n).map(|i| self.code(i / n, i % n)).collect();
+        let codes = (0..places.len() * n).map(|i| self.code(places[i / n], i % n)).collect();
         let scales = (0..num_groups * n).map(|i| self.scale(i / n, i % n)).collect();
         let per_group = self.layout.group.raw().max(0) as usize;
         let zeros = (0..num_groups * n).map(|i| self.zero(i / n * per_group, i % n)).collect();
@@ -191,9 +223,10 @@ impl PackedWeights {
     pub fn dequantize(&self) -> Vec<f32> {
         let values: Vec<f32> =
             (0..self.format.num_codes()).map(|code| self.format.decode(code as u8)).collect();
-        let mut dense = Vec::with_capacity(self.layout.n * self.layout.k);
+        let places = self.places();
+        let mut dense = Vec::with_capacity(self.layout.n * places.len());
         for n in 0..self.layout.n {
-            for k in 0..self.layout.k {
+            for &k in &places {
                 let scale = self.scale(self.layout.group.index_of(k), n).to_f32();
                 let zero = self.zero(k, n).map_or(0.0, f32::from);
                 let value = values[usize::from(self.code(k, n))] - zero;
@@ -209,19 +242,25 @@ struct Packer<'a> {
     matrix: &'a QuantMatrix<'a>,
     layout: &'a PackedLayout,
     rule: ScaleRule,
+    order: Option<&'a InputOrder>,
     fragments: &'static dyn Fragments,
     /// The padding code in all of a word's fields.
     padding: u32,
 }
 
 impl<'a> Packer<'a> {
-    fn new(matrix: &'a QuantMatrix<'a>, layout: &'a PackedLayout, rule: ScaleRule) -> Self {
+    fn new(
+        matrix: &'a QuantMatrix<'a>,
+        layout: &'a PackedLayout,
+        rule: ScaleRule,
+        order: Option<&'a InputOrder>,
+    ) -> Self {
         let format = matrix.format();
         // A one in every field: the sum of 16^p, or of 256^p.
         let ones = if format.bits() == 4 { 0x1111_1111 } else { 0x0101_0101 };
         let fragments = format.fragments().expect("what no kernel converts is not packed");
         let padding = u32::from(format.padding_code()) * ones;
-        Self { matrix, layout, rule, fragments, padding }
+        Self { matrix, layout, rule, order, fragments, padding }
     }
 
     /// Packs one chunk of four tiles into its words.
@@ -229,7 +268,11 @@ impl<'a> Packer<'a> {
         let (matrix, layout, kind) = (self.matrix, self.layout, self.layout.kind);
         let (k0, n0) = layout.tile_origin(idx * (CHUNK_CHANNELS / TILE_CHANNELS));
         let tile_words = layout.tile_bytes / 4;
-        if let Codes::MarlinWords(b) = matrix.codes() {
+        let marlin = match matrix.codes() {
+            Codes::MarlinWords(b) if self.order.is_none() => Some(b),
+            _ => None,
+        };
+        if let Some(b) = marlin {
             let origin = (k0, n0);
             super::marlin::pack_chunk_codes(matrix, b, origin, tile_words, chunk, self.padding);
         }
@@ -238,8 +281,14 @@ impl<'a> Packer<'a> {
             let (scales, zeros) =
                 rows.split_at_mut((kind.zeros_offset(layout.group) - kind.code_bytes()) / 4);
             let n0 = n0 + j * TILE_CHANNELS;
-            if !matches!(matrix.codes(), Codes::MarlinWords(_)) {
-                let columns = column_words(matrix, k0, n0, self.padding);
+            if marlin.is_none() {
+                let columns = match self.order {
+                    None => column_words(matrix, k0, n0, self.padding),
+                    Some(order) => {
+                        let inputs = &order.inputs()[k0..order.inputs().len().min(k0 + TILE_K)];
+                        gathered_words(matrix, inputs, n0, self.padding)
+                    }
+                };
                 match kind.code_bits {
                     4 => shuffle_nibbles(&columns, codes),
                     _ => shuffle_bytes(&columns, codes),
@@ -251,13 +300,21 @@ impl<'a> Packer<'a> {
         }
     }
 
+    /// The source's group of a packed one, none past the last.
+    fn source_group(&self, group_idx: usize) -> Option<usize> {
+        match self.order {
+            Some(order) => order.groups().get(group_idx).map(|group| *group as usize),
+            None => (group_idx < self.matrix.num_groups()).then_some(group_idx),
+        }
+    }
+
     /// The bits of a scale, zero past the last group and output.
     fn scale_bits(&self, group_idx: usize, n: usize) -> u32 {
-        let matrix = self.matrix;
-        if group_idx < matrix.num_groups() && n < matrix.n() {
-            self.rule.bits(matrix, group_idx, n).into()
-        } else {
-            0
+        match self.source_group(group_idx) {
+            Some(group_idx) if n < self.matrix.n() => {
+                self.rule.bits(self.matrix, group_idx, n).into()
+            }
+            _ => 0,
         }
     }
 
@@ -293,8 +350,8 @@ impl<'a> Packer<'a> {
         let first_group = self.layout.group.index_of(k0);
         let matrix = self.matrix;
         let zero = |group_idx: usize, n: usize| {
-            let exists = group_idx < matrix.num_groups() && n < matrix.n();
-            f32::from(exists.then(|| matrix.zero(group_idx, n)).flatten().unwrap_or(0))
+            let group_idx = self.source_group(group_idx).filter(|_| n < matrix.n());
+            f32::from(group_idx.and_then(|group_idx| matrix.zero(group_idx, n)).unwrap_or(0))
         };
         for (row, words) in zeros.chunks_exact_mut(SCALE_ROW_BYTES / 4).enumerate() {
             for (g, word) in words.iter_mut().enumerate() {

@@ -8,6 +8,9 @@ mod coverage;
 mod families;
 #[path = "../common/family.rs"]
 mod family;
+#[path = "../fixtures/mod.rs"]
+mod fixtures;
+mod goldens;
 mod gpu;
 mod lane;
 mod laws;

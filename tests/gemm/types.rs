@@ -31,12 +31,26 @@ pub struct TypedLayer {
 impl TypedLayer {
     pub fn new(
         format: &'static dyn WeightFormat,
-        (n, k): (usize, usize),
+        shape: (usize, usize),
         raw: i64,
         element: ScaleType,
         random: &mut Random,
     ) -> Self {
+        Self::in_order(format, shape, raw, element, None, random)
+    }
+
+    /// A layer whose inputs have these groups, of as many as there are; by the group rule without.
+    fn in_order(
+        format: &'static dyn WeightFormat,
+        (n, k): (usize, usize),
+        raw: i64,
+        element: ScaleType,
+        order: Option<(Vec<i32>, usize)>,
+        random: &mut Random,
+    ) -> Self {
         let group = Group::new(k, raw).expect("legal");
+        let num_groups = order.as_ref().map_or(group.num_groups(k), |(_, num_groups)| *num_groups);
+        let g_idx = order.as_ref().map(|(g_idx, _)| bytemuck::cast_slice(g_idx));
         let codes: Vec<u8> = (0..n * k)
             .map(|_| {
                 loop {
@@ -47,7 +61,7 @@ impl TypedLayer {
                 }
             })
             .collect();
-        let num_scales = n * group.num_groups(k);
+        let num_scales = n * num_groups;
         let largest =
             (0..format.num_codes()).map(|code| format.decode(code as u8).abs()).fold(1.0, f32::max);
         let scale_bytes: Vec<u8> = (0..num_scales)
@@ -70,7 +84,7 @@ impl TypedLayer {
         let stored = format.zero_rule() == ZeroRule::Stored;
         let zeros = stored.then_some(Zeros { bytes: &zero_bytes, order: ZeroOrder::Rows });
         let codes = Codes::ByOutput(&codes);
-        let parts = MatrixParts { n, k, group, format, codes, scales, zeros, g_idx: None };
+        let parts = MatrixParts { n, k, group, format, codes, scales, zeros, g_idx };
         let matrix = QuantMatrix::from_parts(parts).expect("legal");
         Self {
             n,
@@ -128,6 +142,8 @@ struct Run<'a, E> {
     residual: Option<Vec<E>>,
     /// Elements between rows.
     gap: usize,
+    /// Twice, the second launch before the first has ended.
+    early: bool,
 }
 
 impl<E: Number> Run<'_, E> {
@@ -140,7 +156,7 @@ impl<E: Number> Run<'_, E> {
         let mut maybe = |count| (random.below(2) == 0).then(|| numbers(count, random));
         let (bias, residual) = (maybe(layer.n), maybe(m * layer.n));
         let a = numbers(m * layer.k, random);
-        Run { device, layer, a, m, bias, residual, gap: 8 }
+        Run { device, layer, a, m, bias, residual, gap: 8, early: false }
     }
 
     /// The product by a configuration, or by the one that the selection takes.
@@ -195,12 +211,14 @@ impl<E: Number> Run<'_, E> {
             }
             None => {
                 let workspace = gemm.workspace(&weight, m as u64).map_err(|error| chain(&error))?;
-                match residual {
-                    None => gemm.matmul(a, &weight, c, m as u64, &workspace, stream),
+                let order = if self.early { stream.early() } else { stream.into() };
+                let enqueue = || match residual {
+                    None => gemm.matmul(a, &weight, c, m as u64, &workspace, order),
                     Some((_, _, residual)) => {
-                        gemm.matmul_add(a, &weight, residual, c, m as u64, &workspace, stream)
+                        gemm.matmul_add(a, &weight, residual, c, m as u64, &workspace, order)
                     }
-                }
+                };
+                enqueue().and_then(|()| if self.early { enqueue() } else { Ok(()) })
             }
         };
         result.map_err(|error| chain(&error))?;
@@ -248,7 +266,8 @@ fn problem(
     rows: Rows,
 ) -> Problem {
     let (kind, group) = (layer.kind(gemm, activation), layer.packed.layout().group);
-    Problem { kind, m: m as u64, n: layer.n as u32, k: layer.k as u32, group, rows }
+    let k = layer.packed.layout().k as u32;
+    Problem { kind, m: m as u64, n: layer.n as u32, k, group, rows }
 }
 
 /// Group and scale types to test a weight type with.
@@ -392,6 +411,53 @@ fn the_residual_may_be_the_output() {
                 .unwrap_or_else(|why| panic!("m={m}: {why}"));
             for matrix in [a, c] {
                 device.backend.free(matrix.ptr).expect("it is ours");
+            }
+        }
+    }
+}
+
+/// Inputs in any order of groups: a permutation of whole groups, one input after the other, groups of any sizes (some
+/// without an input) as a shard of a row-parallel layer has them, and one group for all.
+#[test]
+fn inputs_in_any_order_of_groups() {
+    for device in devices() {
+        let seed = makaira::reference::Random::fresh_seed();
+        let mut random = Random(seed);
+        for name in ["u4", "u4b8", "u8", "u8b128"] {
+            let format = makaira::weights::format_by_name(name).expect("listed");
+            for (k, raw, case) in [(512, 128, 0), (640, 32, 1), (384, 128, 2), (250, -1, 3)] {
+                let num_groups = [4, 20, 9, 7][case];
+                let mut g_idx: Vec<i32> = match case {
+                    // Every input's group, shuffled below.
+                    0 | 1 => (0..k).map(|i| i as i32 / raw as i32).collect(),
+                    2 => (0..k).map(|_| [0, 1, 1, 1, 4, 8][random.below(6)]).collect(),
+                    _ => vec![5; k],
+                };
+                for at in (1..k).rev() {
+                    g_idx.swap(at, random.below(at + 1));
+                }
+                let shape = (random.pick(&[64, 188]), k);
+                let order = Some((g_idx, num_groups));
+                let element = random.pick(&[ScaleType::F16, ScaleType::BF16]);
+                let layer = TypedLayer::in_order(format, shape, raw, element, order, &mut random);
+                let gathers = layer.packed.input_order().is_some_and(|order| !order.is_identity());
+                assert_eq!(gathers, case != 3, "{name} case {case}");
+                for m in [1, 11, 40] {
+                    let what = format!("{name} case {case} {shape:?} m={m} seed={seed}");
+                    let mut run = Run::<f16>::new(&device, &layer, m, &mut random);
+                    // Nothing of A is aligned.
+                    run.gap = 1;
+                    let c = run.run(None).unwrap_or_else(|why| panic!("{what}: {why}"));
+                    let tolerance = Tolerance { half_roundings: 1 };
+                    run.check(&c, tolerance).unwrap_or_else(|why| panic!("{what}: {why}"));
+                    run.early = true;
+                    let again = run.run(None).unwrap_or_else(|why| panic!("{what} early: {why}"));
+                    assert!(again == c, "{what}: other bits where launches overlap");
+                    let run = Run::<bf16>::new(&device, &layer, m, &mut random);
+                    let c = run.run(None).unwrap_or_else(|why| panic!("{what}: {why}"));
+                    let tolerance = Tolerance { half_roundings: 2 };
+                    run.check(&c, tolerance).unwrap_or_else(|why| panic!("{what}: {why}"));
+                }
             }
         }
     }
