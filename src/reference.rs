@@ -113,7 +113,7 @@ impl Reference {
     /// # Panics
     /// If `x` is no whole number of rows of the weight's K.
     pub fn of_packed<E: Element>(x: &[E], packed: &PackedWeights) -> Self {
-        Self::new(x, &packed.dequantize(), packed.layout().k)
+        Self::new(x, &packed.dequantize(), packed.source_inputs())
     }
 
     /// The same bound around other values `[m][n]`, for instance those that another program computed.
@@ -201,7 +201,7 @@ impl Reference {
 /// # Panics
 /// If `x` has not `m` rows of the weight's K.
 pub fn matmul_f64(x: &[f16], m: usize, packed: &PackedWeights) -> Vec<f64> {
-    assert_eq!(x.len(), m * packed.layout().k, "activations of {m} rows");
+    assert_eq!(x.len(), m * packed.source_inputs(), "activations of {m} rows");
     Reference::of_packed(x, packed).values
 }
 

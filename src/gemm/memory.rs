@@ -44,8 +44,9 @@ impl Weight {
         self.gather.map_or(self.layout.k, |gather| gather.k)
     }
 
-    /// Bytes of scratch memory for the gathered activations of `m` rows.
-    pub(super) fn gathered_bytes(&self, m: u64) -> u64 {
+    /// Bytes of scratch memory for the gathered activations of `m` rows, before the partial sums of a plan: none if
+    /// inputs are packed in order.
+    pub fn gathered_bytes(&self, m: u64) -> u64 {
         let row = 2 * self.layout.k as u64;
         self.gather.map_or(0, |_| (m * row).next_multiple_of(256))
     }

@@ -98,7 +98,9 @@ impl<'d> Trial<'d> {
         golden: Option<&[f32]>,
     ) -> anyhow::Result<Outcome> {
         let (n, k) = (self.weight.layout().n, self.weight.layout().k);
-        let m = x.len() / k;
+        // Activations have the source's inputs, which may be packed with others that do not exist.
+        let source_k = self.weight.source_inputs();
+        let m = x.len() / source_k;
         let rows = Rows::of(n, k);
         let group = self.weight.layout().group;
         let problem = Problem {
@@ -116,7 +118,7 @@ impl<'d> Trial<'d> {
         let prepared = self.gemm.prepare_choice(choice)?;
         let load_time = start.elapsed();
         let (c, run_time) = self.run(&prepared, &problem, x)?;
-        let reference = Reference::new(x, &self.decoded, k);
+        let reference = Reference::new(x, &self.decoded, source_k);
         let tolerance = Tolerance::of(&choice.config, k);
         let mut checks = vec![Check { against: "f64", errors: reference.compare(&c, tolerance) }];
         if let Some(golden) = golden {
@@ -152,10 +154,11 @@ impl<'d> Trial<'d> {
         x: &[f16],
     ) -> anyhow::Result<(Vec<f16>, Duration)> {
         let backend = &self.device.backend;
-        let (m, n, k) = (problem.m as usize, problem.n as usize, problem.k as usize);
-        let (mut scratch, mut locks) = (0, 0);
+        let (m, n, k) = (problem.m as usize, problem.n as usize, self.weight.source_inputs());
+        let gathered = self.weight.gathered_bytes(problem.m);
+        let (mut scratch, mut locks) = (gathered, 0);
         for plan in select::plans(&prepared.choice.config, problem, prepared.choice.stripe) {
-            scratch = scratch.max(plan.scratch_bytes);
+            scratch = scratch.max(gathered + plan.scratch_bytes);
             locks = locks.max(plan.num_locks);
         }
         let workspace = self.gemm.workspace_of(scratch, locks)?;
