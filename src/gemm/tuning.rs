@@ -26,7 +26,8 @@ impl Gemm {
     }
 
     /// The configuration and stripe length that products of this problem get: the measured winner or the
-    /// predicted one. The same as long as this object lives.
+    /// predicted one. The same as long as this object lives. The predicted one, and the winner that
+    /// `makaira tune` keeps, are the same with early launch as without, so both give the same bits.
     ///
     /// # Errors
     /// If no kernel takes the problem.
@@ -35,7 +36,7 @@ impl Gemm {
         if let Some(choice) = self.choices.read().expect("no panic holds it").get(&slot) {
             return Ok(*choice);
         }
-        let predicted = select::choose_for(problem, self.backend.device(), overlap_previous)?;
+        let predicted = select::choose(problem, self.backend.device())?;
         let choice = self.winner(problem, overlap_previous).unwrap_or(predicted);
         let mut choices = self.choices.write().expect("no panic holds it");
         Ok(*choices.entry(slot).or_insert(choice))
@@ -45,7 +46,7 @@ impl Gemm {
     fn winner(&self, problem: &Problem, overlap_previous: bool) -> Option<Choice> {
         let store = self.tuning.as_ref().filter(|store| store.folder().is_some())?;
         let device = self.backend.timing_identity()?;
-        let ranked = ranked(&*self.backend, problem, overlap_previous);
+        let ranked = ranked(&*self.backend, problem);
         let key = key(&device, problem, overlap_previous, &ranked);
         let winner = store.get(&key)?;
         let is_it = |choice: &Choice| {
@@ -79,7 +80,7 @@ impl Gemm {
         let store = store.ok_or_else(|| unsupported("there is no store for measured winners"))?;
         let device = self.backend.timing_identity();
         let device = device.ok_or_else(|| unsupported("times on this device mean nothing"))?;
-        let ranked = ranked(&*self.backend, problem, overlap_previous);
+        let ranked = ranked(&*self.backend, problem);
         let key = key(&device, problem, overlap_previous, &ranked);
         let (config, plan) = (choice.config.to_string(), plan_of(choice));
         store.put(&key, &Winner { config, plan, us })
@@ -87,9 +88,9 @@ impl Gemm {
 }
 
 /// All candidates for a problem's step of the batch.
-fn ranked(backend: &dyn Backend, problem: &Problem, overlap_previous: bool) -> Vec<Choice> {
+fn ranked(backend: &dyn Backend, problem: &Problem) -> Vec<Choice> {
     let problem = Problem { m: step(problem.m), ..*problem };
-    select::ranked_for(&problem, backend.device(), overlap_previous)
+    select::ranked(&problem, backend.device())
 }
 
 /// What a problem's winner is kept under.

@@ -63,11 +63,11 @@ impl Cost {
 
     /// The prediction with early launch of what takes `total_us` without.
     ///
-    /// CTAs begin wherever the grid before leaves room. Where one SM takes more of them (`fit`) than its share
-    /// (`per_sm`), some SMs get several and others none.
-    pub(super) fn early(total_us: f64, memory_us: f64, fit: f64, per_sm: f64) -> f64 {
+    /// CTAs begin wherever the grid before leaves room. Where more than one of them fits on an SM (`fit`), some SMs get
+    /// several and others none.
+    pub(super) fn early(total_us: f64, memory_us: f64, fit: f64) -> f64 {
         let long = ((memory_us - Self::EARLY_SHORT_US) / Self::EARLY_SHORT_US).clamp(0.0, 1.0);
-        let crowd = if fit > per_sm { Self::EARLY_CROWD * long * memory_us } else { 0.0 };
+        let crowd = if fit > 1.0 { Self::EARLY_CROWD * long * memory_us } else { 0.0 };
         (total_us - Self::EARLY_GAIN_US).max(memory_us) + crowd
     }
 }
@@ -105,6 +105,8 @@ pub struct CostModel {
     pub in_flight_bytes: f64,
     /// How much of an SM's surplus of work over the average the stream waits for.
     pub imbalance: f64,
+    /// What stripes that neither divide tiles nor are whole ones cost the stream, as a share.
+    pub uneven: f64,
     /// Instructions that a scheduler issues in a microsecond.
     pub issue_per_us: f64,
     /// Instructions' worth of one mma, beside its own issue.
@@ -232,7 +234,9 @@ pub(super) fn of_mma(
     let starved = (model.in_flight_bytes / in_flight).max(1.0);
     let busiest = ctas_per_sm * stripe * num_sms / (runs * tiling.row_tiles as f64);
     let uneven = 1.0 + model.imbalance * (busiest.max(1.0) - 1.0);
-    let memory_us = bytes / model.bytes_per_us * starved * uneven;
+    let in_step = stripe % k_tiles == 0.0 || k_tiles % stripe == 0.0;
+    let out_of_step = if in_step { 1.0 } else { 1.0 + model.uneven };
+    let memory_us = bytes / model.bytes_per_us * starved * uneven * out_of_step;
 
     // Fixed: start, waves, epilogues, reduction.
     let segments = (stripe / k_tiles).ceil();
@@ -253,6 +257,6 @@ pub(super) fn of_mma(
     let norm =
         |a: f64, b: f64| (a.powf(model.overlap) + b.powf(model.overlap)).powf(1.0 / model.overlap);
     let total_us = terms.factor * (fixed_us + norm(memory_us, issue_us));
-    let early_us = Cost::early(total_us, memory_us, fit, ctas_per_sm);
+    let early_us = Cost::early(total_us, memory_us, fit);
     Cost { total_us, early_us, memory_us, issue_us, fixed_us }
 }

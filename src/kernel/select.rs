@@ -247,13 +247,9 @@ pub struct NoKernel {
     reasons: String,
 }
 
-/// All choices for a problem on a device, cheapest first, launched after the kernel before.
+/// All choices for a problem on a device, cheapest first: by their time, where grids may overlap by the sum of their
+/// times in plain order and with early launch.
 pub fn ranked(problem: &Problem, device: &DeviceSpec) -> Vec<Choice> {
-    ranked_for(problem, device, false)
-}
-
-/// All choices for a problem on a device, cheapest first, with early launch if they overlap the kernel before.
-pub fn ranked_for(problem: &Problem, device: &DeviceSpec, overlap_previous: bool) -> Vec<Choice> {
     let mut choices: Vec<Choice> = candidates(problem, device.arch)
         .into_iter()
         .filter(|config| family_of(config).isa() <= device.isa)
@@ -268,9 +264,10 @@ pub fn ranked_for(problem: &Problem, device: &DeviceSpec, overlap_previous: bool
         })
         .filter(|choice| divisible(&choice.config, problem))
         .collect();
-    let us = |choice: &Choice| match overlap_previous {
-        true => choice.cost.early_us,
-        false => choice.cost.total_us,
+    let overlaps = device.arch.sm >= 90;
+    let us = |Choice { cost, .. }: &Choice| match overlaps {
+        true => cost.total_us + cost.early_us,
+        false => cost.total_us,
     };
     choices.sort_by(|a, b| us(a).total_cmp(&us(b)).then(a.config.cmp(&b.config)));
     choices
@@ -284,23 +281,12 @@ fn divisible(config: &Config, problem: &Problem) -> bool {
         && tiling.k_tiles.is_multiple_of(family_of(config).stripe_step(config).into())
 }
 
-/// The cheapest choice for the problem's [`step`] of the batch, launched after the kernel before it.
-///
-/// # Errors
-/// Those of [`choose_for`].
-pub fn choose(problem: &Problem, device: &DeviceSpec) -> Result<Choice, NoKernel> {
-    choose_for(problem, device, false)
-}
-
-/// The cheapest choice for the problem's [`step`] of the batch, with early launch if it overlaps the kernel before.
+/// The cheapest choice for the problem's [`step`] of the batch. It is the same with early launch as without, so
+/// that both give the same bits: what counts is the sum of both times.
 ///
 /// # Errors
 /// [`NoKernel`] if the problem is too large or no family has a legal configuration, with each reason.
-pub fn choose_for(
-    problem: &Problem,
-    device: &DeviceSpec,
-    overlap_previous: bool,
-) -> Result<Choice, NoKernel> {
+pub fn choose(problem: &Problem, device: &DeviceSpec) -> Result<Choice, NoKernel> {
     let no_kernel = |reasons: String| NoKernel {
         problem: problem.to_string(),
         device: format!("{} ({})", device.name, device.arch),
@@ -313,7 +299,7 @@ pub fn choose_for(
         )));
     }
     let stepped = Problem { m: step(problem.m), ..*problem };
-    ranked_for(&stepped, device, overlap_previous).first().copied().ok_or_else(|| {
+    ranked(&stepped, device).first().copied().ok_or_else(|| {
         let reason = |family: &&dyn KernelFamily| {
             let why = match family.runs_on(device.arch) {
                 false => format!("does not run on {}", device.arch),

@@ -305,6 +305,7 @@ static MODEL: CostModel = CostModel {
     activation_share: 0.112,
     in_flight_bytes: 20.9e3,
     imbalance: 0.23,
+    uneven: 0.0,
     issue_per_us: 2315.0,
     mma_weight: 8.66,
     exposed_share: 0.243,

@@ -279,6 +279,7 @@ static MODEL: CostModel = CostModel {
     activation_share: 0.123,
     in_flight_bytes: 20.9e3,
     imbalance: 0.0965,
+    uneven: 0.05,
     issue_per_us: 2309.0,
     mma_weight: 7.44,
     exposed_share: 0.382,

@@ -168,6 +168,8 @@ struct Model {
     /// The exchange of a cluster in a segment, fixed and per 100 kB of the tile's sums.
     exchange_us: f64,
     exchange_us_per_100kb: f64,
+    /// What a gigabyte of rows costs a launch that is long enough to be held by the card's power.
+    power_us_per_gb: f64,
     /// Exponents with which bounds add up: of an SM's clocks, of clocks and memory, and of both with L2.
     sharp: f64,
     overlap: f64,
@@ -196,6 +198,7 @@ const MODEL: Model = Model {
     epilogue_us_per_100kb: 0.745,
     exchange_us: 0.507,
     exchange_us_per_100kb: 0.50,
+    power_us_per_gb: 20.0,
     sharp: 3.70,
     overlap: 10.0,
     l2_overlap: 2.0,
@@ -266,8 +269,11 @@ pub(super) fn cost(config: &Config, problem: &Problem, device: &DeviceSpec, stri
     let in_step = stripe % k_tiles == 0.0 || k_tiles % stripe == 0.0;
     let uneven = if in_step { 1.0 } else { 1.0 + model.uneven };
     let body_us = norm(&[norm(&[issue_us, memory_us], model.overlap), l2_us], model.l2_overlap);
-    let total_us = fixed_us + uneven * body_us;
+    // Long launches run at the power limit, where moving rows costs clocks.
+    let sustained = ((issue_us - 200.0) / 400.0).clamp(0.0, 1.0);
+    let power_us = sustained * rows / 1e9 * model.power_us_per_gb;
+    let total_us = fixed_us + uneven * body_us + power_us;
     // Its rings leave no room for another CTA.
-    let early_us = Cost::early(total_us, memory_us, resident, resident);
+    let early_us = Cost::early(total_us, memory_us, 1.0);
     Cost { total_us, early_us, memory_us: memory_us.max(l2_us), issue_us, fixed_us }
 }

@@ -197,9 +197,9 @@ impl<'a> Tuning<'a> {
                         progress.step(&format!("{} m={} {what}", task.shape.name, problem.m));
                     })?;
                 wrong.append(&mut outcome.wrong);
-                for early in [false, true] {
-                    let current = self.gemm.choice(problem, early)?;
-                    let Some(verdict) = outcome.verdict(early, &current) else { continue };
+                let current = self.gemm.choice(problem, false)?;
+                let verdicts = outcome.verdicts(&current).into_iter().flatten();
+                for (early, verdict) in [false, true].into_iter().zip(verdicts) {
                     if !args.dry_run {
                         let (choice, us) = (&verdict.after.choice, verdict.after.us);
                         self.gemm

@@ -35,9 +35,22 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// The winner in one order.
-    pub fn verdict(&self, early: bool, current: &Choice) -> Option<Verdict> {
-        Verdict::of(&self.timed[usize::from(early)], current)
+    /// The winner, of the mean of both orders so that both give the same bits, as either order sees it.
+    pub fn verdicts(&self, current: &Choice) -> Option<[Verdict; 2]> {
+        let [plain, early] = &self.timed;
+        let mean =
+            |(plain, early): (&Timed, &Timed)| Timed { us: (plain.us + early.us) / 2.0, ..*plain };
+        let means: Vec<Timed> = plain.iter().zip(early).map(mean).collect();
+        let verdict = Verdict::of(&means, current)?;
+        let in_order = |timed: &Vec<Timed>| {
+            let us = |choice: &Choice| {
+                timed.iter().find(|timed| same(&timed.choice, choice)).map(|timed| timed.us)
+            };
+            let us_after = us(&verdict.after.choice)?;
+            let after = Timed { us: us_after, ..verdict.after };
+            Some(Verdict { before: (*current, us(current)), after, ..verdict })
+        };
+        Some([in_order(plain)?, in_order(early)?])
     }
 
     /// The fastest candidates of either order.
