@@ -17,7 +17,12 @@ fn seeds(random: &mut Random) -> Vec<(Parts, Value)> {
     let mut tensor = |name: &str, dtype: Dtype, shape: &[usize]| {
         let count = shape.iter().product::<usize>() * dtype.bitsize() / 8;
         // Bytes that are finite numbers in every float type.
-        let bytes = random_bytes(random, count).into_iter().map(|byte| byte & 0x3f).collect();
+        let mut bytes: Vec<u8> =
+            random_bytes(random, count).into_iter().map(|byte| byte & 0x3f).collect();
+        if dtype == Dtype::F32 {
+            // Not so small that the reciprocal of one is infinite.
+            bytes.iter_mut().skip(3).step_by(4).for_each(|byte| *byte |= 0x30);
+        }
         (format!("l{name}"), (dtype, shape.to_vec(), bytes))
     };
     let int4 = json!({ "num_bits": 4, "type": "int", "strategy": "group", "group_size": 32,
