@@ -33,7 +33,7 @@ pub(super) fn weight_bytes(problem: &Problem) -> f64 {
 pub struct Cost {
     /// Microseconds in all, after the kernel before it has ended.
     pub total_us: f64,
-    /// The same with early launch, see [`Cost::early`].
+    /// The same with early launch.
     pub early_us: f64,
     /// Microseconds that memory needs for the bytes.
     pub memory_us: f64,

@@ -1,4 +1,4 @@
-//! Gathers activations into the order of a packed weight's inputs: see [`InputOrder`](crate::weights::InputOrder).
+//! Gathers activations into the order of a packed weight's inputs: see [`InputOrder`].
 //!
 //! A thread has eight neighbouring columns of the result and as many rows as its place in the grid gives it: it reads
 //! eight indices once, then eight elements a row, which lie anywhere in that row and mostly in L2 or L1, and writes 16

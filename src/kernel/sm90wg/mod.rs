@@ -15,7 +15,7 @@
 //! ```
 //!
 //! CTAs take stripes of runs over all tiles of the layer and the batch, rows fastest, see [`super::stripe`];
-//! partial sums go through scratch memory in fragment order. In clusters two CTAs share each segment, see [`cluster`].
+//! partial sums go through scratch memory in fragment order. In clusters two CTAs share each segment, see `cluster.rs`.
 
 mod cluster;
 mod consumer;
