@@ -54,7 +54,7 @@ fn kernel(row: &Row, target: SmArch) -> Module {
 /// Registers only, and immediates that are in the range of the row.
 fn choices(row: &Row) -> &'static [u32] {
     match row.method {
-        "wgmma_mma_async_m64k16_f32_f16" => &[8],
+        "wgmma_mma_async_m64k16_f32_f16" | "wgmma_mma_async_m64k16_f32_bf16" => &[8],
         "setmaxnreg_dec_sync_aligned_u32" | "setmaxnreg_inc_sync_aligned_u32" => &[24],
         _ => &[],
     }
