@@ -21,7 +21,8 @@
 //! that no more than two generations of CTAs share an SM, or one where the stream is long.
 //!
 //! Per run and warp of 64 channels, subnormal codes, by the offline assembler: 284 instructions at 8 rows, 36
-//! of them HMMA, and 352 with 72 at 16 rows; values take 113 and 98 more.
+//! of them HMMA, and 352 with 72 at 16 rows; values take 113 and 98 more. Counted before a run's reads were fenced: the
+//! fence and its guards are up to five more.
 //!
 //! Measured, H200, 2026-11-30, group 128, in a graph and, in brackets, with grids that overlap: 4096 x 4096 at
 //! M = 1 in 4.5 (3.5) us by `m1n32k1024_g128_w1_s2_c1`, 57344 x 8192 in 58.3 (56.8) us by

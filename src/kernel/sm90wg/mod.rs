@@ -14,7 +14,7 @@
 //!              Promote: drain once a run of 128 inputs, acc += scale * sum.  Fragment: never drain.
 //! ```
 //!
-//! CTAs take stripes of runs over all tiles of the layer and the batch, rows fastest, see [`super::stripe`];
+//! Tiles of the layer and the batch, rows fastest, are dealt out whole, the rest in shares, see [`super::stripe`];
 //! partial sums go through scratch memory in fragment order. In clusters two CTAs share each segment, see `cluster.rs`.
 
 mod cluster;
