@@ -1,8 +1,8 @@
 //! `makaira tune`: measures the candidates of the user's own layers on his own card and keeps the winners.
 //!
 //! Every candidate computes a product of random operands that is checked before it is timed, in plain order
-//! and with early launch, by the protocol of `bench`. What wins by the mean of both serves both, and is kept beside the compiled kernels and
-//! chosen by every program of the same version on the same card and driver. A batch is measured at the step
+//! and with early launch, by the protocol of `bench`. What wins by the mean of both serves both, and is kept
+//! beside the compiled kernels and chosen by every program of the same version on the same card and driver. A batch is measured at the step
 //! that choices distinguish, for all batches of that step.
 
 mod race;
