@@ -2,8 +2,8 @@
 //!
 //! Every candidate computes a product of random operands that is checked before it is timed, in plain order
 //! and with early launch, by the protocol of `bench`. What wins by the mean of both serves both, and is kept
-//! beside the compiled kernels and chosen by every program of the same version on the same card and driver. A batch is measured at the step
-//! that choices distinguish, for all batches of that step.
+//! beside the compiled kernels and chosen by every program of the same version on the same card and driver. A
+//! batch is measured at the step that choices distinguish, for all batches of that step.
 
 mod race;
 mod verdict;
