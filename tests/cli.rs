@@ -238,6 +238,51 @@ fn explain_answers_programs() {
     assert!(total(&value["choice"]) > 10.0);
 }
 
+/// Every weight type with both types of activations: the kernel is one of that type, and `ptx` prints it.
+#[test]
+fn explain_and_ptx_know_every_weight_type() {
+    let types = [
+        ("u4b8", "", "u4b8", "g128", 128),
+        ("u4", "--group 64", "u4", "g64", 64),
+        ("u8", "", "u8", "g128", 128),
+        ("u8b128", "--group -1", "u8b128", "col", -1),
+        ("e4m3", "", "e4m3", "g128", 128),
+        ("e2m1", "--group 32", "e2m1", "g32", 32),
+        ("nvfp4", "", "e2m1", "g16e5m3", 16),
+        ("mxfp4", "", "e2m1", "g32e5m3", 32),
+    ];
+    for (idx, (name, group, format, groups, raw)) in types.into_iter().enumerate() {
+        let activation = ["f16", "bf16"][idx % 2];
+        let args =
+            format!("--m 9 --n 1024 --k 2048 --type {name} --activation {activation} {group}");
+        let value = answer(&line(&format!("explain {args} --top 0 --json")));
+        assert_eq!(
+            (text(&value, "/problem/type"), &value["problem"]["group"]),
+            (name, &raw.into())
+        );
+        assert_eq!(text(&value, "/problem/activation"), activation);
+        let config = text(&value, "/choice/config");
+        let kind = format!("_{format}_{activation}_m");
+        assert!(config.contains(&kind) && config.contains(&format!("_{groups}_")), "{config}");
+        let ptx = line(&format!("ptx {args}"));
+        assert_eq!(ptx.code, 0, "{}", ptx.stderr);
+        assert!(ptx.stdout.contains(&kind), "{name}: the entry names its type");
+    }
+    for (args, why) in [
+        ("--type int4", "there are e2m1, e4m3, u4, u4b8, u8, u8b128, nvfp4, mxfp4"),
+        ("--type nvfp4 --group 32", "groups of nvfp4 have 16 inputs"),
+        ("--activation f32", "`f32` is neither f16 nor bf16"),
+    ] {
+        for command in ["explain", "ptx"] {
+            let told = failure(&format!("{command} --m 1 --n 256 --k 256 {args}"));
+            assert!(told.contains(why), "{told}");
+        }
+        for command in ["bench", "tune --shapes 256x256 --ms 1"] {
+            assert_ne!(line(&format!("{command} {args}")).code, 0, "{command} {args}");
+        }
+    }
+}
+
 #[test]
 fn the_doctor_works_without_a_driver() {
     let doctor = line("doctor");
@@ -393,6 +438,8 @@ fn bench_says_what_it_cannot_do() {
         ("--shapes 8b_out", "`8b_out` is no shape"),
         ("--ms 0", "invalid value '0' for '--ms <MS>'"),
         ("--config marlin_sm80", "the weight type is missing"),
+        ("--type u8b128 --activation bf16 --group -1", "bench times a GPU"),
+        ("--type fp8", "`fp8` is no weight type; there are e2m1"),
     ] {
         let text = failure(&format!("bench {args}"));
         assert!(text.contains(why), "bench {args}: {why}\n{text}");

@@ -107,18 +107,30 @@ fn a_wrong_product_never_wins() {
     let Some(library) = build::stub("tune", &["full"], &[]) else { return };
     let folder = tempfile::tempdir().expect("a temporary folder");
     let library = library.to_str().expect("a plain path");
-    let args = "tune --shapes 256x1024 --ms 1,9 --candidates 2 --seed 3 --json";
-    let (code, stdout, stderr) = run(folder.path(), library, args, &[]);
-    assert_eq!(code, 1, "{stderr}");
-    let value: Value = serde_json::from_str(&stdout).expect("JSON");
+    for (of, config) in [
+        ("", "u4b8_f16_m1"),
+        (" --type u8 --activation bf16 --group 32", "u8_bf16_m1"),
+        (" --type nvfp4", "e2m1_f16_m1"),
+    ] {
+        let args = format!("tune --shapes 256x1024 --ms 1,9 --candidates 2 --seed 3 --json{of}");
+        let (code, stdout, stderr) = run(folder.path(), library, &args, &[]);
+        assert_eq!(code, 1, "{stderr}");
+        all_are_wrong(&stdout, &stderr, config);
+        assert_eq!(TuneStore::open(folder.path()).list().expect("readable").len(), 0);
+    }
+}
+
+/// Every candidate, of one kind of layer, was found to be wrong.
+fn all_are_wrong(stdout: &str, stderr: &str, config: &str) {
+    let value: Value = serde_json::from_str(stdout).expect("JSON");
     assert_eq!((&value["kept"], value["rows"].as_array().map(Vec::len)), (&0.into(), Some(0)));
     let wrong = value["wrong"].as_array().expect("a list");
     assert!(wrong.len() >= 4, "{stdout}");
     let is_told = |line: &Value| line.as_str().is_some_and(|line| line.ends_with("is not written"));
     assert!(wrong.iter().all(is_told), "{stdout}");
     assert!(stderr.contains("candidates failed, the first: m=1 marlin_"), "{stderr}");
+    assert!(wrong.iter().any(|line| line.as_str().is_some_and(|l| l.contains(config))), "{stdout}");
     // Not on a terminal: a line for each step.
     assert!(stderr.contains("] 256x1024: making the layer\n"), "{stderr}");
     assert!(stderr.contains("] 256x1024 m=16 marlin_"), "{stderr}");
-    assert_eq!(TuneStore::open(folder.path()).list().expect("readable").len(), 0);
 }

@@ -75,6 +75,14 @@ impl Weight {
         self
     }
 
+    /// The weight with a factor of all products beside its scales: what [`PackedWeights::factor`](crate::weights::PackedWeights::factor) says of bytes that the
+    /// caller wrote into [reserved](super::Gemm::reserve) room.
+    #[must_use]
+    pub fn with_factor(mut self, factor: f32) -> Self {
+        self.factor = factor;
+        self
+    }
+
     /// The weight with a bias that every product gets added before it is rounded: N numbers of C's type on the
     /// device, at a multiple of 2 bytes, of 8 for full speed. They stay the caller's, must outlive the weight's last
     /// product, and are read in every one.

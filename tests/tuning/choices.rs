@@ -10,7 +10,7 @@ use makaira::gemm::{Gemm, Matrix};
 use makaira::jit::{GpuBackend, Loader, Store, TuneStore, Winner};
 use makaira::kernel::select::{self, Choice};
 use makaira::kernel::{Kind, Problem, Rows};
-use makaira::weights::{Dense, Group, PackedWeights, quantize};
+use makaira::weights::{Activation, Dense, FORMATS, Group, PackedWeights, quantize};
 
 use crate::build::stub;
 use crate::opened::{context, open};
@@ -66,6 +66,21 @@ fn a_kept_winner_is_chosen_by_later_objects_for_its_problem_alone() {
     for (other, early) in others {
         let untouched = select::choose(&other, gpu.device()).expect("a kernel");
         assert_eq!(after.choice(&other, early).expect("a kernel"), untouched, "{other}, {early}");
+    }
+    // Nor is it told for the same layer of other types.
+    let mut names = BTreeSet::from([problem(16).to_string()]);
+    for format in FORMATS.iter().map(|format| format.name()) {
+        for activation in [Activation::F16, Activation::Bf16] {
+            let plain = Kind { format, activation, ..Kind::U4B8 };
+            for kind in [plain, Kind { factor: true, ..plain }] {
+                let other = Problem { kind, ..problem(16) };
+                assert!(names.insert(other.to_string()) || kind == Kind::U4B8, "{other}");
+                let untouched = select::choose(&other, gpu.device()).expect("a kernel");
+                let chosen = after.choice(&other, false).expect("a kernel");
+                assert_eq!(chosen == untouched, kind != Kind::U4B8, "{other}");
+                assert_eq!(chosen.config.kind, kind, "{other}");
+            }
+        }
     }
     let off = gemm().without_tuning();
     assert_eq!(off.choice(&problem(16), false).expect("a kernel"), predicted);

@@ -63,6 +63,8 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         json!({
             "problem": {
                 "m": problem.m, "n": problem.n, "k": problem.k, "group": problem.group.raw(),
+                "type": args.problem.kind.weight.to_string(),
+                "activation": problem.kind.activation.name(),
             },
             "device": {
                 "name": spec.name, "target": spec.arch.to_string(), "num_sms": spec.num_sms,
@@ -92,7 +94,10 @@ struct Figures {
 impl Figures {
     fn new(choice: &Choice, problem: &Problem) -> anyhow::Result<Self> {
         let config = &choice.config;
-        let layout = PackedLayout::new(problem.n as usize, problem.k as usize, problem.group)?;
+        let layout = {
+            let (n, k) = (problem.n as usize, problem.k as usize);
+            PackedLayout::of(n, k, problem.group, problem.kind.tile())?
+        };
         // Of a run of 128 inputs, for each team: the tiles of its channels and the rows of the batch.
         let run_bytes = u64::from(config.tile_n / 16) * layout.tile_bytes as u64
             + 256 * u64::from(config.tile_m);

@@ -11,8 +11,8 @@ use std::time::Instant;
 use anyhow::Context as _;
 use makaira::backend::{Backend, Stream};
 use makaira::gemm::{Prepared, Workspace};
-use makaira::kernel::Problem;
 use makaira::kernel::select::{self, Choice};
+use makaira::kernel::{Kind, Problem};
 use makaira::weights::Group;
 
 use super::ceiling::{self, Ceiling};
@@ -23,7 +23,8 @@ use super::reader;
 use super::reference::Reference;
 use super::report::{self, Others, Row};
 use super::timer::Timing;
-use super::{CELL_MS, Session, error_limit, in_order, plot};
+use super::{Args, CELL_MS, Session, error_limit, in_order, plot};
+use crate::problem::KindArgs;
 
 /// Measures all cells.
 ///
@@ -44,7 +45,7 @@ pub fn run(session: Session<'_>) -> anyhow::Result<()> {
     let mut cells = Cells {
         ms: args.ms(&CELL_MS),
         fragments,
-        peers: if args.group == 128 { Others::peers() } else { Others::default() },
+        peers: peers(args)?,
         fp16: args.fp16.as_deref().map(Others::read).transpose()?.unwrap_or_default(),
         rows: Vec::new(),
         session,
@@ -74,6 +75,12 @@ struct Cells<'a> {
     rows: Vec<Row>,
 }
 
+/// The published times, if they are of such weights.
+fn peers(args: &Args) -> anyhow::Result<Others> {
+    let is_theirs = args.kind.kind() == Kind::U4B8 && args.kind.group(256)? == Group::Size(128);
+    Ok(if is_theirs { Others::peers() } else { Others::default() })
+}
+
 /// What all cells of one shape share.
 struct Cell<'a> {
     shape: &'a Shape,
@@ -87,20 +94,24 @@ impl Cells<'_> {
     fn shape(&mut self, shape: &Shape, choices: &[(u64, Vec<Pair>)]) -> anyhow::Result<()> {
         let start = Instant::now();
         let args = self.session.args;
-        let group = Group::new(shape.k, args.group)?;
+        let KindArgs { weight, activation, .. } = args.kind;
+        let (kind, group) = (args.kind.kind(), args.kind.group(shape.k)?);
         let random = &mut self.session.random;
-        let layer = Layer::random(shape, group, random.next());
+        let layer = Layer::random(shape, weight, group, random.next());
         let packed = layer.pack()?;
         let max_m = self.ms.iter().copied().max().unwrap_or(1) as usize;
-        let a = layer::random_activations(max_m, shape.k, random.next());
-        let reference = Reference::new(&layer, &a, &self.ms, random.next());
-        let operands = Operands::new(&self.session.gemm, &packed, &a, !args.check_only)?;
+        let a = layer::random_activations(activation, max_m, shape.k, random.next());
+        let matrix = layer.matrix()?;
+        let reference = Reference::new(&matrix, activation, &a, &self.ms, random.next());
+        let gemm = &self.session.gemm;
+        let operands = Operands::new(gemm, &packed, activation, &a, !args.check_only)?;
         let weight_bytes = packed.bytes().len();
         println!(
-            "\n{}: N={} K={}, {:.2} MB of codes and scales x {} copies, {:.1} s to make",
+            "\n{}: N={} K={}, {}, group {group}, {:.2} MB of codes and scales x {} copies, {:.1} s to make",
             shape.name,
             shape.n,
             shape.k,
+            args.kind.text(),
             weight_bytes as f64 / 1e6,
             operands.weights.len(),
             start.elapsed().as_secs_f64()
@@ -117,7 +128,7 @@ impl Cells<'_> {
             Cell { shape, operands: &operands, reference: &reference, ceiling, weight_bytes };
         println!("{}", report::HEADING);
         for (m, pairs) in choices {
-            self.batch(&cell, &shape.problem(*m, group), pairs)?;
+            self.batch(&cell, &shape.problem(kind, *m, group), pairs)?;
         }
         Ok(())
     }
@@ -125,9 +136,9 @@ impl Cells<'_> {
     /// What is measured for each batch.
     fn choices(&self, shape: &Shape) -> anyhow::Result<Vec<(u64, Vec<Pair>)>> {
         let (args, device) = (self.session.args, self.session.gpu.device());
-        let group = Group::new(shape.k, args.group)?;
+        let (kind, group) = (args.kind.kind(), args.kind.group(shape.k)?);
         let of = |m: u64| {
-            let problem = shape.problem(m, group);
+            let problem = shape.problem(kind, m, group);
             let pairs = match args.sweep {
                 Some(sweep) => {
                     let per_config = args.per_config as usize;
@@ -169,7 +180,7 @@ impl Cells<'_> {
 
     fn measure(&self, cell: &Cell, problem: &Problem, pair: &Pair) -> anyhow::Result<Row> {
         let args = self.session.args;
-        let mut row = Row::new(cell.shape, problem.m, cell.weight_bytes, *pair);
+        let mut row = Row::new(cell.shape, args.kind.weight, problem.m, cell.weight_bytes, *pair);
         row.ceiling = cell.ceiling.clone();
         // If one does not load the card is as it was: the other configurations can go on.
         let load = |choice| {

@@ -1,14 +1,21 @@
 //! Shapes, a random quantised layer and random activations.
 //!
-//! Codes are random words in GPTQ's order and scales random fp16 numbers, so that making a layer costs no
-//! more than writing it, at any size.
+//! Codes are random words in GPTQ's order, so that making a layer costs no more than writing it, at any size. Scales
+//! make the weights of every type about as large.
 
 use anyhow::Context as _;
-use half::f16;
+use half::{bf16, f16};
 use makaira::kernel::{Kind, Problem, Rows};
+use makaira::layout::{bf16_from_f64, f16_from_f64};
 use makaira::weights::{
-    Codes, Group, PackedWeights, QuantMatrix, ScaleOrder, Scales, U4B8, default_threads,
+    Activation, Codes, Group, MatrixParts, PackedWeights, QuantMatrix, ScaleOrder, ScaleType,
+    Scales, WeightFormat, ZeroOrder, ZeroRule, Zeros, default_threads,
 };
+
+use crate::problem::WeightType;
+
+/// The root of the mean square of all weights: that of u4b8 codes with scales around 0.01.
+const WEIGHT_RMS: f64 = 0.046;
 
 /// A stream of 64-bit random numbers (splitmix64).
 #[derive(Clone, Debug)]
@@ -65,15 +72,8 @@ impl Shape {
     }
 
     /// The product of `m` rows with this layer.
-    pub fn problem(&self, m: u64, group: Group) -> Problem {
-        Problem {
-            kind: Kind::U4B8,
-            m,
-            n: self.n as u32,
-            k: self.k as u32,
-            group,
-            rows: self.rows(),
-        }
+    pub fn problem(&self, kind: Kind, m: u64, group: Group) -> Problem {
+        Problem { kind, m, n: self.n as u32, k: self.k as u32, group, rows: self.rows() }
     }
 }
 
@@ -98,45 +98,73 @@ impl std::str::FromStr for Shape {
     }
 }
 
-/// A random layer in GPTQ's order.
+/// A random layer as a checkpoint would hold it.
 pub struct Layer {
     n: usize,
     k: usize,
     group: Group,
-    /// `[K/8 rounded up][N]`: nibble i of word (r, n) is the code of input 8 r + i.
-    words: Vec<u32>,
+    weight: WeightType,
+    /// GPTQ's words, `[K/p][N]` with p codes each; one code a byte, `[K][N]`, where K is no multiple of p.
+    codes: Vec<u32>,
     /// `[groups][N]`.
-    scales: Vec<f16>,
+    scales: Vec<u8>,
+    /// `[groups][N]`, of a type that stores zeros.
+    zeros: Option<Vec<u8>>,
+    /// The factor of all scales.
+    global: f32,
 }
 
 impl Layer {
-    /// A layer of `shape` with random codes and scales of 0.005 to 0.015.
-    pub fn random(shape: &Shape, group: Group, seed: u64) -> Self {
-        let (n, k) = (shape.n, shape.k);
-        let mut words = vec![0u32; k.div_ceil(8) * n];
-        fill(&mut words, seed, |random, word| *word = random.next() as u32);
+    /// A layer of `shape` with random codes, scales and zeros.
+    pub fn random(shape: &Shape, weight: WeightType, group: Group, seed: u64) -> Self {
+        let (n, k, format) = (shape.n, shape.k, weight.format);
+        let per_word =
+            if k.is_multiple_of(format.codes_per_word()) { format.codes_per_word() } else { 4 };
+        let field_bits = if per_word == 4 { 8 } else { 4 };
+        let field_mask = u32::MAX / ((1 << field_bits) - 1) * (format.num_codes() as u32 - 1);
+        let is_nan: Vec<bool> =
+            (0..format.num_codes()).map(|code| format.decode(code as u8).is_nan()).collect();
+        let has_nan = is_nan.contains(&true);
+        let mut codes = vec![0u32; (k * n).div_ceil(per_word)];
+        fill(&mut codes, seed, |random, word| {
+            *word = random.next() as u32 & field_mask;
+            if has_nan {
+                // The code beside a NaN is a number.
+                let number = |byte: u8| byte ^ u8::from(is_nan[usize::from(byte)]);
+                *word = u32::from_le_bytes(word.to_le_bytes().map(number));
+            }
+            *word = word.to_le();
+        });
         let mut random = Random(!seed);
-        let scale = |_| f16::from_f64(0.005 + 0.01 * random.unit());
-        let scales = (0..group.num_groups(k) * n).map(scale).collect();
-        Self { n, k, group, words, scales }
+        let num_scales = group.num_groups(k) * n;
+        let stored = format.zero_rule() == ZeroRule::Stored;
+        let scale_rms = WEIGHT_RMS / code_rms(format, u8::MAX);
+        // Elements of one byte are small beside the factor, or powers of two.
+        let global = if weight.has_global_scale() { scale_rms as f32 } else { 1.0 };
+        let scales = (0..num_scales).flat_map(|_| random_scale(weight, scale_rms, &mut random));
+        let scales = scales.collect();
+        let mut zero = |_| (random.next() as usize % format.num_codes()) as u8;
+        let zeros = stored.then(|| (0..num_scales).map(&mut zero).collect());
+        Self { n, k, group, weight, codes, scales, zeros, global }
     }
 
-    fn code(&self, k: usize, n: usize) -> u8 {
-        (self.words[k / 8 * self.n + n] >> (4 * (k % 8)) & 0xf) as u8
-    }
-
-    /// Outputs and inputs.
-    pub fn sizes(&self) -> (usize, usize) {
-        (self.n, self.k)
-    }
-
-    /// The weights of one output, `[K]`, exact.
-    pub fn column(&self, n: usize) -> Vec<f64> {
-        let weight = |k: usize| {
-            let scale = self.scales[self.group.index_of(k) * self.n + n];
-            (f64::from(self.code(k, n)) - 8.0) * scale.to_f64()
+    /// The layer as a source of weights: what they are worth is read from it, not from the packed ones.
+    ///
+    /// # Errors
+    /// Those of [`QuantMatrix::from_parts`].
+    pub fn matrix(&self) -> anyhow::Result<QuantMatrix<'_>> {
+        let Self { n, k, group, weight, global, .. } = *self;
+        let bytes: &[u8] = bytemuck::cast_slice(&self.codes);
+        let codes = match k.is_multiple_of(weight.format.codes_per_word()) {
+            true => Codes::GptqWords(bytes),
+            false => Codes::ByInput(&bytes[..k * n]),
         };
-        (0..self.k).map(weight).collect()
+        let (bytes, element) = (&self.scales, weight.scales);
+        let scales = Scales { bytes, element, order: ScaleOrder::Rows, global };
+        let zeros = self.zeros.as_deref().map(|bytes| Zeros { bytes, order: ZeroOrder::Rows });
+        let (format, g_idx) = (weight.format, None);
+        let parts = MatrixParts { n, k, group, format, codes, scales, zeros, g_idx };
+        QuantMatrix::from_parts(parts).context("the random layer")
     }
 
     /// The layer in the packed layout.
@@ -144,26 +172,60 @@ impl Layer {
     /// # Errors
     /// If the group does not divide K.
     pub fn pack(&self) -> anyhow::Result<PackedWeights> {
-        let bytes = bytemuck::cast_slice(&self.scales);
-        let scales = Scales::f16(bytes, ScaleOrder::Rows);
-        // GPTQ's order has whole words only; other sizes go one code a byte.
-        let bytes: Vec<u8>;
-        let codes = if self.k.is_multiple_of(8) {
-            Codes::GptqWords(bytemuck::cast_slice(&self.words))
-        } else {
-            bytes = (0..self.k * self.n).map(|i| self.code(i / self.n, i % self.n)).collect();
-            Codes::ByInput(&bytes)
-        };
-        let matrix = QuantMatrix::new(self.n, self.k, self.group, &U4B8, codes, scales)?;
-        PackedWeights::pack(&matrix, default_threads()).context("packing the random layer")
+        PackedWeights::pack(&self.matrix()?, default_threads()).context("packing the random layer")
     }
 }
 
-/// Random activations `[m][K]` in `-1.0..1.0`.
-pub fn random_activations(m: usize, k: usize, seed: u64) -> Vec<f16> {
-    let mut activations = vec![f16::ZERO; m * k];
-    fill(&mut activations, seed, |random, value| {
-        *value = f16::from_f32(2.0 * random.unit() as f32 - 1.0);
+/// The root of the mean square of a type's codes less their zeros, all as frequent that are within a mask.
+pub fn code_rms(format: &dyn WeightFormat, mask: u8) -> f64 {
+    let codes = (0..format.num_codes()).map(|code| code as u8).filter(|code| code & !mask == 0);
+    let values = codes.map(|code| f64::from(format.decode(code)));
+    let values: Vec<f64> = values.filter(|value| !value.is_nan()).collect();
+    let squares = values.iter().map(|value| value * value).sum::<f64>() / values.len() as f64;
+    match format.zero_rule() {
+        ZeroRule::Bias(_) | ZeroRule::Float => squares.sqrt(),
+        // Of the difference of two codes: twice the variance.
+        ZeroRule::Stored => {
+            let mean = values.iter().sum::<f64>() / values.len() as f64;
+            (2.0 * (squares - mean * mean)).sqrt()
+        }
+    }
+}
+
+/// The bytes of a scale of about `size`, less the global factor if the type has one.
+fn random_scale(weight: WeightType, size: f64, random: &mut Random) -> Vec<u8> {
+    match weight.scales {
+        ScaleType::F16 => f16_from_f64(size * (0.5 + random.unit())).to_le_bytes().to_vec(),
+        ScaleType::BF16 => bf16_from_f64(size * (0.5 + random.unit())).to_le_bytes().to_vec(),
+        ScaleType::F32 => ((size * (0.5 + random.unit())) as f32).to_le_bytes().to_vec(),
+        // 0.25 to 1.875.
+        ScaleType::E4M3 => vec![0x28 + (random.next() % 24) as u8],
+        // Four powers of two.
+        ScaleType::E8M0 => vec![(127.0 + size.log2()) as u8 - 1 + (random.next() % 4) as u8],
+    }
+}
+
+/// The bits of a number rounded to a type of activations.
+pub fn round(activation: Activation, value: f64) -> u16 {
+    match activation {
+        Activation::F16 => f16_from_f64(value).to_bits(),
+        Activation::Bf16 => bf16_from_f64(value).to_bits(),
+    }
+}
+
+/// The number that bits of a type of activations are.
+pub fn number(activation: Activation, bits: u16) -> f64 {
+    match activation {
+        Activation::F16 => f16::from_bits(bits).to_f64(),
+        Activation::Bf16 => bf16::from_bits(bits).to_f64(),
+    }
+}
+
+/// Random activations `[m][K]` in `-1.0..1.0`, as bits.
+pub fn random_activations(activation: Activation, m: usize, k: usize, seed: u64) -> Vec<u16> {
+    let mut activations = vec![0; m * k];
+    fill(&mut activations, seed, |random, bits| {
+        *bits = round(activation, 2.0 * random.unit() - 1.0);
     });
     activations
 }
@@ -187,6 +249,12 @@ fn fill<T: Send>(items: &mut [T], seed: u64, one: impl Fn(&mut Random, &mut T) +
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use makaira::emu::EmuBackend;
+    use makaira::gemm::Gemm;
+    use makaira::reference;
+
     use super::*;
 
     #[test]
@@ -196,5 +264,36 @@ mod tests {
         for text in ["8b", "0x4", "4x", "4x4x4", "-1x4"] {
             assert!(text.parse::<Shape>().is_err(), "{text}");
         }
+    }
+
+    /// Every type's random layer becomes what problems of the type are about, with weights of the promised size.
+    #[test]
+    fn random_layers_are_of_their_kind_and_of_one_size() {
+        let gemm = Gemm::new(Arc::new(EmuBackend::h200_like(1)));
+        let mut checked = 0;
+        for weight in WeightType::all() {
+            for (n, k, group) in [(70, 384, 16), (70, 384, 32), (64, 384, 128), (64, 393, -1)] {
+                let is_fixed = !matches!(weight.scales, ScaleType::F16);
+                let bytes = if weight.has_global_scale() { 16 } else { 32 };
+                if is_fixed && group != bytes {
+                    continue;
+                }
+                let shape = Shape { name: String::new(), n, k };
+                let group = Group::new(k, group).expect("legal");
+                let layer = Layer::random(&shape, weight, group, 7 + checked);
+                let matrix = layer.matrix().expect("legal");
+                let weights = reference::decode(&matrix);
+                let squares: f64 = weights.iter().map(|w| f64::from(*w).powi(2)).sum();
+                let rms = (squares / weights.len() as f64).sqrt();
+                assert!((0.3..3.0).contains(&(rms / WEIGHT_RMS)), "{weight}: {rms}");
+                let packed = layer.pack().expect("packs");
+                for activation in [Activation::F16, Activation::Bf16] {
+                    let uploaded = gemm.upload(&packed).expect("fits").with_activation(activation);
+                    assert_eq!(uploaded.kind(), weight.kind(activation), "{weight} {group}");
+                }
+                checked += 1;
+            }
+        }
+        assert_eq!(checked, 4 * 6 + 2);
     }
 }

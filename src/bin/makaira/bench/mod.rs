@@ -30,12 +30,14 @@ use makaira::gemm::{Gemm, Prepared};
 use makaira::jit::GpuBackend;
 use makaira::kernel::Reduction;
 use makaira::kernel::select::Choice;
-use makaira::weights::default_threads;
+use makaira::weights::{Activation, default_threads};
 
 use layer::{Random, Shape};
 use model::Model;
 use plan::{Forced, Sweep};
 use timer::{Timer, Watchdog};
+
+use crate::problem::KindArgs;
 
 /// Batches of the cells.
 const CELL_MS: [u64; 15] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 4096];
@@ -51,9 +53,8 @@ pub struct Args {
     /// Batches [default: 1,2,4,8,16,24,32,48,64,96,128,256,512,1024,4096; with --chain 1,16,64].
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..))]
     ms: Vec<u64>,
-    /// Inputs per scale, -1 for one scale per output.
-    #[arg(long, default_value_t = 128, allow_negative_numbers = true)]
-    group: i64,
+    #[command(flatten)]
+    kind: KindArgs,
     /// Measure all linear layers of these models in one graph each, instead of single layers: 8b, 70b, or
     /// LAYERSxN1xK1+N2xK2… for layers that feed each other.
     #[arg(long, value_delimiter = ',', value_name = "MODEL", conflicts_with_all = ["shapes", "config", "sweep", "list", "plot"])]
@@ -194,11 +195,16 @@ pub fn load_all<'c>(gemm: &Gemm, choices: impl Iterator<Item = &'c Choice>) -> u
 }
 
 /// The largest relative error that is rounding: one rounding to fp16 is 2.1e-4, scaled fragments round once
-/// more, and the in-place reduction rounds once per participant.
+/// more, and the in-place reduction rounds once per participant. bf16 has three bits less.
 pub fn error_limit(prepared: &Prepared) -> f64 {
-    match prepared.choice.config.reduction {
+    let config = &prepared.choice.config;
+    let half = match config.reduction {
         Reduction::F32 => 5e-4,
         Reduction::F16InPlace => 2e-3,
+    };
+    match config.kind.activation {
+        Activation::F16 => half,
+        Activation::Bf16 => 8.0 * half,
     }
 }
 

@@ -8,9 +8,10 @@
 use std::fmt;
 use std::str::FromStr;
 
-use makaira::weights::{Group, PackedLayout};
+use makaira::weights::PackedLayout;
 
 use super::layer::Shape;
+use crate::problem::KindArgs;
 
 /// The linear layers of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -41,10 +42,11 @@ impl Model {
     /// Packed layouts of one layer's weights.
     ///
     /// # Errors
-    /// Those of [`PackedLayout::new`].
-    pub fn layouts(&self, group: i64) -> Result<Vec<PackedLayout>, makaira::weights::Error> {
+    /// Those of [`KindArgs::group`] and [`PackedLayout::of`].
+    pub fn layouts(&self, kind: &KindArgs) -> anyhow::Result<Vec<PackedLayout>> {
+        let tile = kind.kind().tile();
         let layout =
-            |shape: &Shape| PackedLayout::new(shape.n, shape.k, Group::new(shape.k, group)?);
+            |shape: &Shape| Ok(PackedLayout::of(shape.n, shape.k, kind.group(shape.k)?, tile)?);
         self.products.iter().map(layout).collect()
     }
 }
@@ -106,7 +108,7 @@ mod tests {
         for (name, launches, gigabytes) in [("8b", 128, 3.60), ("70b", 320, 35.29)] {
             let model: Model = name.parse().expect("a name");
             assert_eq!(model.num_launches(), launches);
-            let layouts = model.layouts(128).expect("group 128 divides all");
+            let layouts = model.layouts(&KindArgs::default()).expect("group 128 divides all");
             let bytes: usize = layouts.iter().map(|layout| layout.total_bytes).sum();
             let total = (bytes * model.num_layers) as f64 / 1e9;
             assert!((total - gigabytes).abs() < 0.01, "{total}");

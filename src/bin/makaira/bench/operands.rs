@@ -5,16 +5,15 @@
 
 use std::sync::Arc;
 
-use half::f16;
 use makaira::backend::{Backend, DevicePtr, Error};
 use makaira::gemm::{Gemm, Matrix, Weight};
-use makaira::weights::PackedWeights;
+use makaira::weights::{Activation, PackedWeights};
 
 use super::reference::Reference;
 use super::timer::MAX_LAUNCHES;
 
-/// A NaN that no arithmetic gives.
-const POISON: u16 = 0x7e5a;
+/// A NaN in fp16 and in bf16 that no arithmetic gives.
+pub const POISON: u16 = 0x7fda;
 /// Elements before and behind the output.
 const CANARIES: usize = 1 << 15;
 /// Bytes that the copies of a weight take at least, so that none is left in L2 when its turn comes.
@@ -41,14 +40,15 @@ pub struct Checked {
 }
 
 impl Operands {
-    /// Uploads a weight, as often as rotation demands or once, and activations of some rows.
+    /// Uploads a weight, as often as rotation demands or once, and activations of some rows, as bits.
     ///
     /// # Errors
     /// If the device has too little memory.
     pub fn new(
         gemm: &Gemm,
         packed: &PackedWeights,
-        a: &[f16],
+        activation: Activation,
+        a: &[u16],
         rotate: bool,
     ) -> Result<Self, makaira::gemm::Error> {
         let backend = gemm.backend().clone();
@@ -58,7 +58,8 @@ impl Operands {
         } else {
             1
         };
-        let weights = (0..num_copies).map(|_| gemm.upload(packed)).collect::<Result<_, _>>()?;
+        let upload = |_| Ok(gemm.upload(packed)?.with_activation(activation));
+        let weights = (0..num_copies).map(upload).collect::<Result<_, makaira::gemm::Error>>()?;
         let c_elements = a.len() / k * n + 2 * CANARIES;
         let operands = Self {
             weights,
@@ -131,19 +132,23 @@ fn verdict(c: &[u16], n: usize, reference: &Reference, limit: f64) -> Result<Che
     if let Some((at, bits)) = margins.into_iter().find(|(_, bits)| **bits != POISON) {
         return Err(format!("element {at} of {} outputs was written: {bits:#06x}", product.len()));
     }
-    let bits = &c[product];
-    // Infinity is 0x7c00; every NaN is above.
-    let num_nan: usize = bits.iter().map(|bits| usize::from(bits & 0x7fff > 0x7c00)).sum();
-    let c: &[f16] = bytemuck::cast_slice(bits);
+    let c = &c[product];
+    // Every NaN is above infinity.
+    let infinity = match reference.activation() {
+        Activation::F16 => 0x7c00,
+        Activation::Bf16 => 0x7f80,
+    };
+    let is_nan = |bits: &u16| bits & 0x7fff > infinity;
+    let num_nan: usize = c.iter().map(|bits| usize::from(is_nan(bits))).sum();
     if num_nan > 0 {
-        let first = c.iter().position(|c| c.is_nan()).expect("there are some");
-        let kind = if bits[first] == POISON { "not written" } else { "NaN" };
+        let first = c.iter().position(is_nan).expect("there are some");
+        let kind = if c[first] == POISON { "not written" } else { "NaN" };
         let (row, column) = (first / n, first % n);
         return Err(format!("{num_nan} NaN; the first, ({row}, {column}), is {kind}"));
     }
     let error = reference.relative_error(c, n);
     if error < limit {
-        Ok(Checked { error, bits: hash(bits) })
+        Ok(Checked { error, bits: hash(c) })
     } else {
         Err(format!("relative error {error:.2e}, at most {limit:.0e} is rounding"))
     }
@@ -163,39 +168,43 @@ impl Drop for Operands {
 mod tests {
     use makaira::weights::Group;
 
-    use super::super::layer::{Layer, Shape, random_activations};
+    use super::super::layer::{Layer, Shape, number, random_activations, round};
     use super::*;
+    use crate::problem::WeightType;
 
     #[test]
     fn a_wrong_unwritten_or_misplaced_element_is_noticed() {
-        let shape = Shape { name: String::new(), n: 64, k: 128 };
-        let layer = Layer::random(&shape, Group::PerColumn, 3);
-        let a = random_activations(2, 128, 4);
-        let reference = Reference::new(&layer, &a, &[2], 5);
-        let dense = layer.pack().expect("packs").dequantize();
-        let dot = |i: usize| {
-            let pairs = a[i / 64 * 128..][..128].iter().zip(&dense[i % 64 * 128..][..128]);
-            f16::from_f64(pairs.map(|(a, w)| a.to_f64() * f64::from(*w)).sum())
-        };
-        let mut c = vec![POISON; 2 * 64 + 2 * CANARIES];
-        for i in 0..2 * 64 {
-            c[CANARIES + i] = dot(i).to_bits();
+        for (activation, limit) in [(Activation::F16, 5e-4), (Activation::Bf16, 4e-3)] {
+            let shape = Shape { name: String::new(), n: 64, k: 128 };
+            let layer = Layer::random(&shape, WeightType::U4B8, Group::PerColumn, 3);
+            let a = random_activations(activation, 2, 128, 4);
+            let matrix = layer.matrix().expect("legal");
+            let reference = Reference::new(&matrix, activation, &a, &[2], 5);
+            let dense = layer.pack().expect("packs").dequantize();
+            let dot = |i: usize| {
+                let pairs = a[i / 64 * 128..][..128].iter().zip(&dense[i % 64 * 128..][..128]);
+                pairs.map(|(a, w)| number(activation, *a) * f64::from(*w)).sum()
+            };
+            let mut c = vec![POISON; 2 * 64 + 2 * CANARIES];
+            for i in 0..2 * 64 {
+                c[CANARIES + i] = round(activation, dot(i));
+            }
+            let of = |c: &[u16]| verdict(c, 64, &reference, limit);
+            let right = of(&c).expect("right");
+            let mut other = c.clone();
+            other[CANARIES + 70] ^= 1;
+            assert_ne!(of(&other).expect("one bit is rounding").bits, right.bits);
+            let with = |idx: usize, bits: u16| {
+                let mut c = c.clone();
+                c[idx] = bits;
+                of(&c).expect_err("wrong")
+            };
+            assert!(with(CANARIES - 1, 0).starts_with("element -1 of"));
+            assert!(with(CANARIES + 2 * 64, 0).starts_with("element 128 of"));
+            assert!(with(CANARIES + 70, POISON).contains("(1, 6), is not written"));
+            assert!(with(CANARIES + 70, 0x7fff).contains("(1, 6), is NaN"));
+            let wrong = with(CANARIES + 70, round(activation, 90.0));
+            assert!(wrong.starts_with("relative error"), "{wrong}");
         }
-        let of = |c: &[u16]| verdict(c, 64, &reference, 1e-3);
-        let right = of(&c).expect("right");
-        assert!(right.error < 4e-4);
-        let mut other = c.clone();
-        other[CANARIES + 70] ^= 1;
-        assert_ne!(of(&other).expect("one bit is rounding").bits, right.bits);
-        let with = |idx: usize, bits: u16| {
-            let mut c = c.clone();
-            c[idx] = bits;
-            of(&c).expect_err("wrong")
-        };
-        assert!(with(CANARIES - 1, 0).starts_with("element -1 of"));
-        assert!(with(CANARIES + 2 * 64, 0).starts_with("element 128 of"));
-        assert!(with(CANARIES + 70, POISON).contains("(1, 6), is not written"));
-        assert!(with(CANARIES + 70, 0x7fff).contains("(1, 6), is NaN"));
-        assert!(with(CANARIES + 70, f16::from_f32(90.0).to_bits()).starts_with("relative error"));
     }
 }

@@ -195,7 +195,7 @@ fn draw_speedup<'a>(area: &Area<'a>, shape: &str, lines: &Lines) -> Drawn<'a> {
 mod tests {
     use makaira::backend::Backend;
     use makaira::emu::EmuBackend;
-    use makaira::kernel::select;
+    use makaira::kernel::{Kind, select};
     use makaira::weights::Group;
 
     use super::super::ceiling::Ceiling;
@@ -204,6 +204,7 @@ mod tests {
     use super::super::reader::variants;
     use super::super::timer::Timing;
     use super::*;
+    use crate::problem::WeightType;
 
     #[test]
     fn every_shape_gets_its_lines_and_a_run_without_times_none() {
@@ -212,11 +213,11 @@ mod tests {
         let mut rows = Vec::new();
         for (idx, shape) in Shape::all().into_iter().take(3).enumerate() {
             for m in [1, 8, 16, 32, 64] {
-                let problem = shape.problem(m, Group::Size(128));
+                let problem = shape.problem(Kind::U4B8, m, Group::Size(128));
                 let choice = select::choose(&problem, backend.device()).expect("there is a kernel");
                 let read = 3.0 + 5.0 * idx as f64;
                 let variant = variants(backend.device().arch)[0];
-                let mut row = Row::new(&shape, m, 1, Pair::both(choice));
+                let mut row = Row::new(&shape, WeightType::U4B8, m, 1, Pair::both(choice));
                 row.answer = Ok(2e-4);
                 row.timing = Some(timing(read * 1.4 + m as f64 / 16.0));
                 row.early = Some(timing(read * 1.2 + m as f64 / 16.0));

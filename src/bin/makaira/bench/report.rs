@@ -14,6 +14,7 @@ use super::ceiling::Ceiling;
 use super::layer::Shape;
 use super::plan::Pair;
 use super::timer::Timing;
+use crate::problem::WeightType;
 
 /// Peers that the table compares with: their names in `benches/peers.json`.
 const PEERS: [(&str, &str); 6] = [
@@ -30,6 +31,8 @@ const PEERS: [(&str, &str); 6] = [
 pub struct Row {
     /// The layer.
     pub shape: Shape,
+    /// The type of its weights.
+    pub weight: WeightType,
     /// Rows of the product.
     pub m: u64,
     /// Bytes of codes and scales.
@@ -98,9 +101,10 @@ impl Others {
 
 impl Row {
     /// A row of which nothing is measured yet.
-    pub fn new(shape: &Shape, m: u64, weight_bytes: usize, pair: Pair) -> Self {
+    pub fn new(shape: &Shape, weight: WeightType, m: u64, weight_bytes: usize, pair: Pair) -> Self {
         Self {
             shape: shape.clone(),
+            weight,
             m,
             weight_bytes,
             pair,
@@ -136,6 +140,8 @@ impl Row {
         let early = self.early;
         json!({
             "shape": self.shape.name, "n": self.shape.n, "k": self.shape.k, "m": self.m,
+            "type": self.weight.to_string(), "activation": config.kind.activation.name(),
+            "group": config.group.raw(),
             "weight_bytes": self.weight_bytes,
             "config": config.to_string(), "stripe": stripe, "grid": self.grid,
             "early_config": self.pair.early.config.to_string(),
@@ -231,7 +237,7 @@ pub fn line(row: &Row, peers: &Others, fp16: &Others) -> String {
 mod tests {
     use makaira::backend::Backend;
     use makaira::emu::EmuBackend;
-    use makaira::kernel::select;
+    use makaira::kernel::{Kind, select};
     use makaira::weights::Group;
 
     use super::super::reader::variants;
@@ -240,14 +246,14 @@ mod tests {
     fn row(m: u64) -> Row {
         let backend = EmuBackend::h200_like(132);
         let shape: Shape = "8b_o".parse().expect("a name");
-        let problem = shape.problem(m, Group::Size(128));
+        let problem = shape.problem(Kind::U4B8, m, Group::Size(128));
         let choice = select::choose(&problem, backend.device()).expect("there is a kernel");
         let timing = |us| Timing { us: [us, us + 0.02], num_launches: 4 };
         let readers = variants(backend.device().arch).into_iter();
         let readers =
             readers.zip(1..).map(|(variant, idx)| (variant, timing(9.0 / f64::from(idx))));
         let readers: Vec<_> = readers.collect();
-        let mut row = Row::new(&shape, m, 8_650_752, Pair::both(choice));
+        let mut row = Row::new(&shape, WeightType::U4B8, m, 8_650_752, Pair::both(choice));
         row.answer = Ok(2.1e-4);
         row.timing = Some(timing(6.0));
         row.early = Some(timing(4.0));
@@ -271,6 +277,8 @@ mod tests {
         assert!((number("tflops") - 89.3).abs() < 0.1, "{}", number("tflops"));
         assert!(number("early_tflops") > number("tflops"));
         assert_eq!((number("fp16_us"), &json["wrong"]), (12.0, &Value::Null));
+        assert_eq!((&json["type"], &json["activation"]), (&json!("u4b8"), &json!("f16")));
+        assert_eq!(json["group"], 128);
         assert_eq!((&json["peer"], number("peer_us")), (&json!("vLLM"), 9.287));
     }
 

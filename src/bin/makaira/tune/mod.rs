@@ -18,13 +18,13 @@ use makaira::gemm::Gemm;
 use makaira::jit::{GpuBackend, TuneStore};
 use makaira::kernel::Problem;
 use makaira::kernel::select::{self, Choice};
-use makaira::weights::Group;
 use serde_json::{Value, json};
 
 use crate::bench::layer::{Random, Shape};
 use crate::bench::timer::{Timer, Watchdog};
 use crate::device::Place;
 use crate::output::{Format, Progress, count};
+use crate::problem::KindArgs;
 use race::Race;
 use verdict::shortlist;
 
@@ -37,9 +37,8 @@ pub struct Args {
     /// Batches; each stands for all of its step (1, 2, 4, 8, 16, 32, 48, 64, then powers of two).
     #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 4, 8, 16, 32, 48, 64, 128, 256, 512, 1024], value_parser = clap::value_parser!(u64).range(1..=65536))]
     ms: Vec<u64>,
-    /// Inputs that share a scale: -1 (all of a column), 32, 64 or 128.
-    #[arg(long, default_value_t = 128, allow_negative_numbers = true)]
-    group: i64,
+    #[command(flatten)]
+    kind: KindArgs,
     /// How many of the best-ranked candidates are measured for each batch.
     #[arg(long, default_value_t = 24, value_parser = clap::value_parser!(u16).range(1..))]
     candidates: u16,
@@ -177,7 +176,7 @@ impl<'a> Tuning<'a> {
     fn run(mut self, store: &TuneStore) -> anyhow::Result<()> {
         let (args, format) = (self.args, self.args.format);
         let card = self.gpu.context().info().to_string();
-        format.line(format!("{card}; seed {}", self.random.0))?;
+        format.line(format!("{card}; {}; seed {}", args.kind.text(), self.random.0))?;
         let tasks: Vec<Task<'a>> =
             args.shapes.iter().map(|shape| self.task(shape)).collect::<Result<_, _>>()?;
         let each = tasks.iter().flat_map(|task| &task.problems).map(|(_, choices)| choices.len());
@@ -187,9 +186,8 @@ impl<'a> Tuning<'a> {
         for task in &tasks {
             progress.step(&format!("{}: making the layer", task.shape.name));
             let ms: Vec<u64> = task.problems.iter().map(|(problem, _)| problem.m).collect();
-            let race = Race::new(&self.gemm, task.shape, self.group(task.shape)?, &ms, {
-                [(); 3].map(|()| self.random.next())
-            })?;
+            let seeds = [(); 3].map(|()| self.random.next());
+            let race = Race::new(&self.gemm, task.shape, &args.kind, &ms, seeds)?;
             race.load(task.problems.iter().flat_map(|(_, choices)| choices));
             for (problem, choices) in &task.problems {
                 let mut outcome =
@@ -207,7 +205,7 @@ impl<'a> Tuning<'a> {
                             .with_context(|| format!("keeping a winner in {}", place(store)))?;
                     }
                     progress.pause(|| format.line(verdict.line(task.shape, problem, early)))?;
-                    rows.push(verdict.json(task.shape, problem, early));
+                    rows.push(verdict.json(task.shape, args.kind.weight, problem, early));
                 }
             }
         }
@@ -238,16 +236,12 @@ impl<'a> Tuning<'a> {
         }
     }
 
-    fn group(&self, shape: &Shape) -> anyhow::Result<Group> {
-        Ok(Group::new(shape.k, self.args.group)?)
-    }
-
     /// The candidates for each step of the batches, the current choices among them.
     fn task(&self, shape: &'a Shape) -> anyhow::Result<Task<'a>> {
-        let group = self.group(shape)?;
+        let (kind, group) = (self.args.kind.kind(), self.args.kind.group(shape.k)?);
         let steps: BTreeSet<u64> = self.args.ms.iter().map(|m| select::step(*m)).collect();
         let of = |m: u64| {
-            let problem = shape.problem(m, group);
+            let problem = shape.problem(kind, m, group);
             let current = [false, true].map(|early| self.gemm.choice(&problem, early));
             let [plain, early] = current;
             let ranked = select::ranked(&problem, self.gpu.device());

@@ -6,7 +6,6 @@ use makaira::gemm::{Gemm, Prepared, Workspace};
 use makaira::jit::GpuKernel;
 use makaira::kernel::Problem;
 use makaira::kernel::select::{self, Choice};
-use makaira::weights::Group;
 
 use super::verdict::{Timed, Verdict, same};
 use crate::bench::layer::{self, Layer, Shape};
@@ -14,6 +13,7 @@ use crate::bench::operands::Operands;
 use crate::bench::reference::Reference;
 use crate::bench::timer::{Timer, Watchdog};
 use crate::bench::{error_limit, in_order, load_all};
+use crate::problem::KindArgs;
 
 /// The fastest of each order are timed again, and their times averaged, before one of them wins.
 const FINALISTS: usize = 3;
@@ -79,20 +79,22 @@ impl Outcome {
 }
 
 impl<'g> Race<'g> {
-    /// A layer of this shape, and activations for batches of up to the largest of `ms`.
+    /// A layer of this shape and type, and activations for batches of up to the largest of `ms`.
     pub fn new(
         gemm: &'g Gemm,
         shape: &Shape,
-        group: Group,
+        kind: &KindArgs,
         ms: &[u64],
         seeds: [u64; 3],
     ) -> anyhow::Result<Self> {
-        let layer = Layer::random(shape, group, seeds[0]);
+        let KindArgs { weight, activation, .. } = *kind;
+        let layer = Layer::random(shape, weight, kind.group(shape.k)?, seeds[0]);
         let packed = layer.pack()?;
         let max_m = ms.iter().copied().max().unwrap_or(1) as usize;
-        let a = layer::random_activations(max_m, shape.k, seeds[1]);
-        let reference = Reference::new(&layer, &a, ms, seeds[2]);
-        Ok(Self { gemm, operands: Operands::new(gemm, &packed, &a, true)?, reference })
+        let a = layer::random_activations(activation, max_m, shape.k, seeds[1]);
+        let reference = Reference::new(&layer.matrix()?, activation, &a, ms, seeds[2]);
+        let operands = Operands::new(gemm, &packed, activation, &a, true)?;
+        Ok(Self { gemm, operands, reference })
     }
 
     /// Compiles the kernels of all choices, several at a time.

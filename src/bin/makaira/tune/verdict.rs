@@ -5,6 +5,7 @@ use makaira::kernel::select::Choice;
 use serde_json::{Value, json};
 
 use crate::bench::layer::Shape;
+use crate::problem::WeightType;
 
 /// Ways to cut the grid that are measured of one configuration.
 const PLANS_PER_CONFIG: usize = 2;
@@ -106,10 +107,12 @@ impl Verdict {
     }
 
     /// The same for programs.
-    pub fn json(&self, shape: &Shape, problem: &Problem, early: bool) -> Value {
+    pub fn json(&self, shape: &Shape, weight: WeightType, problem: &Problem, early: bool) -> Value {
         let choice = |choice: &Choice, us: Option<f64>| json!({ "config": choice.config.to_string(), "stripe": choice.stripe, "us": us });
         json!({
             "layer": shape.name,
+            "type": weight.to_string(),
+            "activation": problem.kind.activation.name(),
             "m": problem.m,
             "n": problem.n,
             "k": problem.k,
@@ -181,7 +184,8 @@ mod tests {
         assert!(
             line.starts_with("8b_o               16  early           8.00      6.00  +33.3%   3")
         );
-        assert_eq!(better.json(&shape, &problem, true)["after"]["us"], 6.0);
+        let json = better.json(&shape, WeightType::U4B8, &problem, true);
+        assert_eq!((&json["after"]["us"], &json["type"]), (&json!(6.0), &json!("u4b8")));
         let noise = verdict([8.0, 7.95, 9.0], 0).expect("there are times");
         assert!(!noise.changes() && noise.after.us == 8.0);
         assert!(noise.line(&shape, &problem, false).contains("as before: marlin_"));

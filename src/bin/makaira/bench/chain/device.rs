@@ -2,23 +2,21 @@
 
 use std::sync::Arc;
 
-use half::f16;
 use makaira::backend::{Backend, DevicePtr, Stream};
 use makaira::gemm::{Gemm, Matrix, Prepared, Weight, Workspace};
 use makaira::kernel::select::{self, Choice};
 use makaira::kernel::{Kind, Problem, Rows};
-use makaira::weights::{Group, PackedLayout, U4B8};
+use makaira::weights::{Group, PackedLayout};
 
 use super::super::fill::{Filler, Pattern};
-use super::super::layer::{Random, random_activations};
+use super::super::layer::{Random, number, random_activations};
 use super::super::model::Model;
-use super::super::operands::hash;
+use super::super::operands::{POISON, hash};
 use super::super::plan::Pair;
 use super::super::reference::{dot, sample};
 use super::super::{error_limit, in_order};
+use crate::problem::KindArgs;
 
-/// A NaN that no arithmetic gives.
-const POISON: u16 = 0x7e5a;
 /// Columns and rows of each checked product.
 const SAMPLED: usize = 24;
 
@@ -28,6 +26,8 @@ pub struct Chain {
     pub backend: Arc<dyn Backend>,
     /// Its layers.
     pub model: Model,
+    /// What is multiplied.
+    kind: Kind,
     /// Of one layer's weights.
     pub layouts: Vec<PackedLayout>,
     /// Of all weights, in order.
@@ -54,23 +54,25 @@ impl Chain {
     pub fn new(
         gemm: &Gemm,
         model: &Model,
-        group: i64,
+        kind: &KindArgs,
         max_m: u64,
         random: &mut Random,
     ) -> anyhow::Result<Self> {
         let backend = gemm.backend().clone();
-        let layouts = model.layouts(group)?;
+        let layouts = model.layouts(kind)?;
         anyhow::ensure!(
             layouts.iter().all(|layout| layout.group != Group::PerColumn),
-            "a chain fills its weights tile by tile, scales among them; pass --group 32, 64 or 128"
+            "a chain fills its weights tile by tile, scales among them; pass --group 16, 32, 64 or 128"
         );
-        let filler = Filler::load(&*backend, layouts[0].tile_bytes)?;
+        let KindArgs { weight: weight_type, activation, .. } = *kind;
+        let filler = Filler::load(&*backend, weight_type, &layouts[0])?;
         let (mut weights, mut patterns) = (Vec::new(), Vec::new());
         for idx in 0..model.num_launches() {
             let (in_layer, shape) = model.product(idx);
             let layout = &layouts[in_layer];
-            let weight = gemm.reserve(layout, &U4B8)?;
-            let pattern = Pattern::new(random.next() as u32, shape.k);
+            let pattern = Pattern::new(random.next() as u32, weight_type, shape.k);
+            let weight = gemm.reserve(layout, weight_type.format)?;
+            let weight = weight.with_activation(activation).with_factor(pattern.factor());
             filler.fill(&*backend, weight.ptr(), layout, &pattern, Stream::default())?;
             weights.push(weight);
             patterns.push(pattern);
@@ -78,11 +80,12 @@ impl Chain {
         backend.synchronize(Stream::default())?;
         let k = model.products[0].k;
         let input = backend.alloc(2 * max_m * k as u64)?;
-        let activations = random_activations(max_m as usize, k, random.next());
+        let activations = random_activations(activation, max_m as usize, k, random.next());
         backend.upload(input, bytemuck::cast_slice(&activations))?;
         let output = |layout: &PackedLayout| backend.alloc(2 * max_m * layout.n as u64);
         let outputs = layouts.iter().map(output).collect::<Result<_, _>>()?;
-        Ok(Self { backend, model: model.clone(), layouts, weights, patterns, input, outputs })
+        let (model, kind) = (model.clone(), kind.kind());
+        Ok(Self { backend, model, kind, layouts, weights, patterns, input, outputs })
     }
 
     pub fn weight_bytes(&self) -> usize {
@@ -95,8 +98,9 @@ impl Chain {
     /// # Errors
     /// If no kernel takes one of them.
     pub fn choices(&self, gemm: &Gemm, m: u64) -> anyhow::Result<Vec<Pair>> {
-        let of =
-            |layout: &PackedLayout| Ok(Pair::of(|early| gemm.choice(&problem(layout, m), early))?);
+        let of = |layout: &PackedLayout| {
+            Ok(Pair::of(|early| gemm.choice(&self.problem(layout, m), early))?)
+        };
         self.layouts.iter().map(of).collect()
     }
 
@@ -104,12 +108,18 @@ impl Chain {
         let mut needs = (0, 0);
         let mut prepared = Vec::new();
         for (layout, choice) in self.layouts.iter().zip(choices) {
-            for plan in select::plans(&choice.config, &problem(layout, m), choice.stripe) {
+            for plan in select::plans(&choice.config, &self.problem(layout, m), choice.stripe) {
                 needs = (needs.0.max(plan.scratch_bytes), needs.1.max(plan.num_locks));
             }
             prepared.push(gemm.prepare_choice(*choice)?);
         }
         Ok(Kernels { m, prepared, workspace: gemm.workspace_of(needs.0, needs.1)? })
+    }
+
+    fn problem(&self, layout: &PackedLayout, m: u64) -> Problem {
+        let rows = Rows::of(layout.n, layout.k);
+        let (n, k) = (layout.n as u32, layout.k as u32);
+        Problem { kind: self.kind, m, n, k, group: layout.group, rows }
     }
 
     /// Where product number `idx` reads.
@@ -157,25 +167,24 @@ impl Chain {
         let m = kernels.m as usize;
         let mut outputs = Vec::new();
         for (layout, ptr) in self.layouts.iter().zip(&self.outputs) {
-            let mut output = vec![f16::ZERO; m * layout.n];
+            let mut output = vec![0; m * layout.n];
             self.backend.download(*ptr, bytemuck::cast_slice_mut(&mut output))?;
             outputs.push(output);
         }
         Ok(self.judge(kernels, &outputs))
     }
 
-    fn judge(&self, kernels: &Kernels, outputs: &[Vec<f16>]) -> Result<Left, String> {
+    fn judge(&self, kernels: &Kernels, outputs: &[Vec<u16>]) -> Result<Left, String> {
+        let value = |bits: &u16| number(self.kind.activation, *bits);
         for (shape, output) in self.model.products.iter().zip(outputs) {
-            let bad = output.iter().filter(|value| !value.is_finite()).count();
+            let bad = output.iter().filter(|bits| !value(bits).is_finite()).count();
             if bad > 0 {
                 return Err(format!("{bad} of the outputs of {} are not finite", shape.name));
             }
         }
         let last = outputs.last().expect("a model has products");
-        let squares: f64 = last.iter().map(|value| value.to_f64().powi(2)).sum();
-        let bits = outputs
-            .iter()
-            .fold(0u64, |bits, output| bits.rotate_left(1) ^ hash(bytemuck::cast_slice(output)));
+        let squares: f64 = last.iter().map(|bits| value(bits).powi(2)).sum();
+        let bits = outputs.iter().fold(0u64, |bits, output| bits.rotate_left(1) ^ hash(output));
         let mut left = Left { bits, rms: (squares / last.len() as f64).sqrt(), error: 0.0 };
         // The input of the last layer's first product is overwritten by its last one.
         let per_layer = self.layouts.len();
@@ -186,14 +195,14 @@ impl Chain {
             let pattern = &self.patterns[self.patterns.len() - per_layer + in_layer];
             let mut random = Random(bits);
             let rows = sample(kernels.m as usize, SAMPLED, &mut random);
-            let row = |row: &usize| from[row * stride..][..k].iter().map(|x| x.to_f64()).collect();
+            let row = |row: &usize| from[row * stride..][..k].iter().map(value).collect();
             let inputs: Vec<Vec<f64>> = rows.iter().map(row).collect();
             let (mut error, mut norm) = (0.0, 0.0);
             for column in sample(n, SAMPLED, &mut random) {
                 let weights = pattern.column(&self.layouts[in_layer], column);
                 for (row, input) in rows.iter().zip(&inputs) {
                     let exact = dot(input, &weights);
-                    error += (to[row * n + column].to_f64() - exact).powi(2);
+                    error += (value(&to[row * n + column]) - exact).powi(2);
                     norm += exact.powi(2);
                 }
             }
@@ -220,12 +229,6 @@ impl Drop for Chain {
     }
 }
 
-fn problem(layout: &PackedLayout, m: u64) -> Problem {
-    let rows = Rows::of(layout.n, layout.k);
-    let (n, k) = (layout.n as u32, layout.k as u32);
-    Problem { kind: Kind::U4B8, m, n, k, group: layout.group, rows }
-}
-
 /// What a run of a chain has left.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Left {
@@ -241,23 +244,31 @@ pub struct Left {
 mod tests {
     use std::sync::Mutex;
 
+    use half::f16;
     use makaira::asm::Module;
     use makaira::backend::{Error, Kernel, Launch};
     use makaira::emu::EmuBackend;
     use makaira::target::DeviceSpec;
+    use makaira::weights::Activation;
 
     use super::*;
+    use crate::problem::WeightType;
 
     const M: u64 = 3;
 
     fn chain(text: &str, seed: u64) -> (Gemm, Chain, Kernels) {
-        chain_on(Arc::new(EmuBackend::h200_like(2)), text, seed)
+        chain_on(Arc::new(EmuBackend::h200_like(2)), &KindArgs::default(), text, seed)
     }
 
-    fn chain_on(backend: Arc<dyn Backend>, text: &str, seed: u64) -> (Gemm, Chain, Kernels) {
+    fn chain_on(
+        backend: Arc<dyn Backend>,
+        kind: &KindArgs,
+        text: &str,
+        seed: u64,
+    ) -> (Gemm, Chain, Kernels) {
         let gemm = Gemm::new(backend).without_tuning();
         let model: Model = text.parse().expect("a model");
-        let chain = Chain::new(&gemm, &model, 128, M + 2, &mut Random(seed)).expect("fits");
+        let chain = Chain::new(&gemm, &model, kind, M + 2, &mut Random(seed)).expect("fits");
         let pairs = chain.choices(&gemm, M).expect("there are kernels");
         let choices: Vec<Choice> = pairs.iter().map(|pair| pair.plain).collect();
         let kernels = chain.kernels(&gemm, M, &choices).expect("they load");
@@ -279,6 +290,24 @@ mod tests {
         assert!(plain.error > 0.0 && plain.error < 5e-4, "{plain:?}");
         assert!((0.1..4.0).contains(&plain.rms), "{plain:?}");
         assert_eq!(run(&gemm, &chain, &kernels, true), Ok(plain));
+    }
+
+    /// Every weight type with both types of activations.
+    #[test]
+    fn chains_of_every_type_are_right_and_stay_in_range() {
+        for (seed, weight) in (50..).zip(WeightType::all()) {
+            for (activation, limit) in [(Activation::F16, 5e-4), (Activation::Bf16, 4e-3)] {
+                let kind = KindArgs { weight, activation, ..KindArgs::default() };
+                let backend = Arc::new(EmuBackend::h200_like(2));
+                let text = "2x384x256+256x384";
+                let (gemm, chain, kernels) = chain_on(backend, &kind, text, seed);
+                assert!(chain.weights.iter().all(|weight| weight.kind() == kind.kind()));
+                let left = run(&gemm, &chain, &kernels, false);
+                let left = left.unwrap_or_else(|why| panic!("{}: {why}", kind.text()));
+                assert!(left.error > 0.0 && left.error < limit, "{}: {left:?}", kind.text());
+                assert!((0.1..4.0).contains(&left.rms), "{}: {left:?}", kind.text());
+            }
+        }
     }
 
     /// The emulator, and in what order launches came.
@@ -319,7 +348,8 @@ mod tests {
     fn every_launch_but_the_first_of_a_graph_starts_early() {
         let inner = EmuBackend::h200_like(2);
         let recording = Arc::new(Recording { inner, early: Mutex::default() });
-        let (gemm, chain, kernels) = chain_on(recording.clone(), "2x384x256+256x384", 43);
+        let (gemm, chain, kernels) =
+            chain_on(recording.clone(), &KindArgs::default(), "2x384x256+256x384", 43);
         for (early, wanted) in [(false, [false; 4]), (true, [false, true, true, true])] {
             recording.early.lock().expect("no panic holds it").clear();
             run(&gemm, &chain, &kernels, early).expect("right");
@@ -331,13 +361,13 @@ mod tests {
     fn every_product_reads_its_predecessor() {
         let (gemm, chain, kernels) = chain("2x384x256+256x384", 41);
         let first = run(&gemm, &chain, &kernels, false).expect("right");
-        let mut input = vec![f16::ZERO; M as usize * 256];
+        let mut input = vec![0u16; M as usize * 256];
         chain
             .backend
             .download(chain.input, bytemuck::cast_slice_mut(&mut input))
             .expect("is there");
         // One element of the last row: it has to travel through all four products.
-        input[2 * 256 + 17] = f16::from_f32(1.5);
+        input[2 * 256 + 17] = f16::from_f32(1.5).to_bits();
         chain.backend.upload(chain.input, bytemuck::cast_slice(&input)).expect("uploads");
         assert_ne!(run(&gemm, &chain, &kernels, false).expect("right").bits, first.bits);
         for idx in 1..4 {
@@ -352,9 +382,9 @@ mod tests {
     fn what_a_broken_run_leaves_is_noticed() {
         let (gemm, chain, kernels) = chain("1x384x256+256x384", 42);
         run(&gemm, &chain, &kernels, false).expect("right");
-        let outputs = |chain: &Chain| -> Vec<Vec<f16>> {
+        let outputs = |chain: &Chain| -> Vec<Vec<u16>> {
             let read = |(layout, ptr): (&PackedLayout, &DevicePtr)| {
-                let mut output = vec![f16::ZERO; M as usize * layout.n];
+                let mut output = vec![0; M as usize * layout.n];
                 let bytes = bytemuck::cast_slice_mut(&mut output);
                 chain.backend.download(*ptr, bytes).expect("is there");
                 output
@@ -368,11 +398,11 @@ mod tests {
             (f16::NAN, "are not finite"),
         ] {
             let mut wrong = right.clone();
-            wrong[0][5] = value;
+            wrong[0][5] = value.to_bits();
             assert!(chain.judge(&kernels, &wrong).expect_err("wrong").contains(why));
         }
         let mut wrong = right.clone();
-        wrong[1].iter_mut().for_each(|value| *value = -*value);
+        wrong[1].iter_mut().for_each(|bits| *bits ^= 0x8000);
         let error = chain.judge(&kernels, &wrong).expect_err("wrong");
         assert!(error.starts_with("relative error 2.00e0 of 256x384"), "{error}");
         // The last product skipped: its output is what it was filled with.
@@ -386,7 +416,9 @@ mod tests {
     fn one_scale_per_output_is_refused() {
         let gemm = Gemm::new(Arc::new(EmuBackend::h200_like(2)));
         let model: Model = "1x384x256+256x384".parse().expect("a model");
-        let error = Chain::new(&gemm, &model, -1, 1, &mut Random(1)).err().expect("refused");
-        assert!(error.to_string().contains("pass --group 32, 64 or 128"), "{error}");
+        let per_column = KindArgs { group: Some(-1), ..KindArgs::default() };
+        let error =
+            Chain::new(&gemm, &model, &per_column, 1, &mut Random(1)).err().expect("refused");
+        assert!(error.to_string().contains("pass --group 16, 32, 64 or 128"), "{error}");
     }
 }

@@ -35,9 +35,10 @@ pub fn run(mut session: Session<'_>) -> anyhow::Result<()> {
     for model in &args.chain {
         let start = Instant::now();
         let max_m = ms.iter().copied().max().unwrap_or(1);
-        let chain = Chain::new(&session.gemm, model, args.group, max_m, &mut session.random)?;
+        let chain = Chain::new(&session.gemm, model, &args.kind, max_m, &mut session.random)?;
         println!(
-            "\n{model}; {:.2} GB of codes and scales, {:.1} s to make",
+            "\n{model}; {}; {:.2} GB of codes and scales, {:.1} s to make",
+            args.kind.text(),
             chain.weight_bytes() as f64 / 1e9,
             start.elapsed().as_secs_f64()
         );
@@ -102,6 +103,7 @@ fn measure(
     };
     let mut outcome = Outcome {
         name: chain.model.name.clone(),
+        kind: session.args.kind.clone(),
         m,
         num_launches,
         weight_bytes: chain.weight_bytes(),

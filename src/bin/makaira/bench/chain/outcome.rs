@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 use super::super::report::{Others, cell};
 use super::super::timer::Timing;
 use super::device::Left;
+use crate::problem::KindArgs;
 
 /// Bytes that a microsecond of pure reading takes on an H200: what a chain is compared with.
 const READ_BYTES_PER_US: f64 = 4.65e6;
@@ -16,6 +17,7 @@ pub const HEADING: &str =
 /// A measured chain.
 pub struct Outcome {
     pub name: String,
+    pub kind: KindArgs,
     pub m: u64,
     pub num_launches: usize,
     pub weight_bytes: usize,
@@ -75,7 +77,8 @@ impl Outcome {
         };
         let (read, left) = (Some(self.read_us()), self.answer.as_ref().ok());
         json!({
-            "model": self.name, "m": self.m, "num_launches": self.num_launches,
+            "model": self.name, "type": self.kind.weight.to_string(),
+            "activation": self.kind.activation.name(), "group": self.kind.raw_group(), "m": self.m, "num_launches": self.num_launches,
             "weight_bytes": self.weight_bytes, "configs": self.configs,
             "us": self.us(self.timing), "run_us": runs(self.timing),
             "early_us": self.us(self.early), "early_run_us": runs(self.early),
@@ -100,6 +103,7 @@ mod tests {
         let timing = |us| Some(Timing { us: [us, us], num_launches: 128 });
         Outcome {
             name: "8b".to_owned(),
+            kind: KindArgs::default(),
             m: 16,
             num_launches: 128,
             weight_bytes: 3_600_000_000,
@@ -119,6 +123,7 @@ mod tests {
         std::fs::write(&path, text).expect("writes");
         let fp16 = Others::read(&path).expect("reads");
         let json = outcome().json(&fp16);
+        assert_eq!((&json["type"], &json["group"]), (&json!("u4b8"), &json!(128)));
         let number = |name: &str| json[name].as_f64().unwrap_or_else(|| panic!("{name}: {json}"));
         assert_eq!((number("us"), number("early_us")), (1280.0, 1024.0));
         assert!((number("read_us") - 774.2).abs() < 0.1);
