@@ -206,9 +206,7 @@ pub(super) fn of_mma(
     let fit = spec.map_or(1, |spec| {
         spec.ctas_that_fit(config.num_threads(), family.registers_needed(config), smem)
     });
-    // A grid that wants its SMs to itself takes as much shared memory as that needs.
-    let fit = if config.own_sm { config.ctas_per_sm } else { fit.max(config.ctas_per_sm) };
-    let fit = f64::from(fit);
+    let fit = f64::from(fit.max(config.ctas_per_sm));
     let ctas_per_sm = (ctas / num_sms).ceil();
     let resident = ctas_per_sm.min(fit);
     let waves = (ctas / (num_sms * fit)).ceil();

@@ -207,9 +207,6 @@ pub struct Config {
     /// CTAs that share each part of a tile, 1 or 2: a cluster. Each sums its share of the runs, and they exchange
     /// halves of the sums through each other's shared memory. Stripes are a cluster's, not a CTA's.
     pub cluster_k: u32,
-    /// The CTAs that share an SM leave no room there for those of the next grid, however early it begins. For
-    /// streams that are long enough to fill the card by themselves.
-    pub own_sm: bool,
     /// How the stream of weights begins.
     pub start: Start,
     /// How codes become fragments.
@@ -267,9 +264,6 @@ impl fmt::Display for Config {
         }
         if self.cluster_k != 1 {
             write!(f, "_q{}", self.cluster_k)?;
-        }
-        if self.own_sm {
-            write!(f, "_so")?;
         }
         match self.start {
             Start::Full => {}
@@ -375,7 +369,6 @@ impl FromStr for Config {
             runs_per_stage: 1,
             ctas_per_sm,
             cluster_k: 1,
-            own_sm: false,
             start: Start::Full,
             conversion: Conversion::Value,
             scaling: Scaling::Promote,
@@ -388,7 +381,6 @@ impl FromStr for Config {
                 "x2" => config.runs_per_stage = 2,
                 "x4" => config.runs_per_stage = 4,
                 "q2" => config.cluster_k = 2,
-                "so" => config.own_sm = true,
                 "sr" => config.start = Start::Ramped,
                 "sn" => config.conversion = Conversion::Subnormal,
                 "fs" => config.scaling = Scaling::Fragment,
@@ -401,7 +393,7 @@ impl FromStr for Config {
                 "rs" => config.kind.residual = true,
                 _ => {
                     let why =
-                        "a flag is none of x2, x4, q2, so, sr, sn, fs, r16, kt, el, ef, gf, bi, rs";
+                        "a flag is none of x2, x4, q2, sr, sn, fs, r16, kt, el, ef, gf, bi, rs";
                     return Err(error(why));
                 }
             }

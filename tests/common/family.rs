@@ -55,7 +55,6 @@ pub fn wgmma() -> Vec<Config> {
                             runs_per_stage,
                             ctas_per_sm,
                             cluster_k,
-                            own_sm: false,
                             start: Start::Full,
                             conversion: Conversion::Value,
                             scaling,

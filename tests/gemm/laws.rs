@@ -89,11 +89,11 @@ fn configs() -> impl Strategy<Value = Config> {
             Group::Size(128),
         ]),
         (any::<bool>(), any::<bool>(), any::<bool>(), 0usize..3),
-        (0..FAMILIES.len(), any::<bool>(), any::<bool>(), any::<bool>(), 1u32..3),
+        (0..FAMILIES.len(), any::<bool>(), any::<bool>(), 1u32..3),
     )
         .prop_map(|(tile, pipeline, group, numerics, stream)| {
             let (fragment, in_place, evict_first, rows) = numerics;
-            let (family, own_sm, ramped, subnormal, cluster_k) = stream;
+            let (family, ramped, subnormal, cluster_k) = stream;
             let (tile_m, tiles_per_warp, warps_n) = tile;
             let (warps_k, stages, ctas_per_sm) = pipeline;
             let known = "marlin_sm80_u4b8_f16_m16n64k1024_g128_w1_s3_c2_fs";
@@ -110,7 +110,6 @@ fn configs() -> impl Strategy<Value = Config> {
                 stages,
                 ctas_per_sm,
                 cluster_k,
-                own_sm,
                 start: if ramped { Start::Ramped } else { Start::Full },
                 conversion: if subnormal { Conversion::Subnormal } else { Conversion::Value },
                 scaling: if fragment { known.scaling } else { promote.scaling },

@@ -25,7 +25,7 @@ fn every_stripe_length_is_exact() {
             ("marlin_sm80_u4b8_f16_m32n64k512_g128_w2_s2_c1_fs", 40),
             ("marlin_sm80_u4b8_f16_m16n64k512_g128_w2_s2_c1_sn", 13),
             ("marlin_sm90_u4b8_f16_m1n64k512_g128_w1_s2_c1", 1),
-            ("marlin_sm90_u4b8_f16_m8n96k256_g64_w3_s3_c1_so_sr_sn", 7),
+            ("marlin_sm90_u4b8_f16_m8n96k256_g64_w3_s3_c1_sr_sn", 7),
             ("marlin_sm90_u4b8_f16_m16n128k256_g128_w1_s2_c1_sn", 9),
             ("marlin_sm90_u4b8_f16_m2n80k256_g128_w5_s6_c1", 2),
             ("marlin_sm90_u4b8_f16_m16n64k512_col_w2_s2_c1_sn", 16),

@@ -344,7 +344,7 @@ impl super::KernelFamily for Sm80Family {
         if !config.warps_n.is_power_of_two() {
             return Some(format!("{} warps side by side, not a power of two", config.warps_n));
         }
-        if config.start != Start::Full || config.own_sm {
+        if config.start != Start::Full {
             return Some("the ring is requested in full, beside whatever is on the SM".into());
         }
         if ![2, 4].contains(&config.tiles_per_warp()) {

@@ -17,8 +17,9 @@
 //! ```
 //!
 //! Grids may overlap: weights are requested before `griddepcontrol.wait`, everything else is touched after
-//! it; the next grid may begin when all warps have requested their last weights. Shared memory is padded so
-//! that no more than two generations of CTAs share an SM, or one where the stream is long.
+//! it; the next grid may begin when all warps have requested their last weights. Shared memory is padded so that no
+//! CTA of the next grid shares an SM with this one's: it begins where one has ended. Where two fit, some SMs get two of
+//! the same grid and others none, and the grid takes as long as those two.
 //!
 //! Per run and warp of 64 channels, subnormal codes, by the offline assembler: 284 instructions at 8 rows, 36
 //! of them HMMA, and 352 with 72 at 16 rows; values take 113 and 98 more. Counted before a run's reads were fenced: the
@@ -52,11 +53,6 @@ use crate::weights::{Activation, Group};
 const SM_BYTES: u32 = 228 << 10;
 const RESERVED_BYTES: u32 = 1 << 10;
 
-/// Generations of CTAs that share an SM where grids overlap.
-fn generations(config: &Config) -> u32 {
-    if config.own_sm { 1 } else { 2 }
-}
-
 /// How a configuration's shared memory is used.
 #[derive(Clone, Copy, Debug)]
 struct Layout {
@@ -74,7 +70,7 @@ impl Layout {
         let weights = WeightRing::bytes(config);
         let slot = config.warps_k * geometry.rows_bytes;
         let sums = epilogue_bytes(config);
-        let ctas = generations(config) * config.ctas_per_sm;
+        let ctas = config.ctas_per_sm;
         // What a CTA may take, and more than what would let another one in.
         let (room, least) = (SM_BYTES / ctas - RESERVED_BYTES, SM_BYTES / (ctas + 1));
         let bytes = |row_slots: u32, apart: bool| {
@@ -82,14 +78,9 @@ impl Layout {
             weights.next_multiple_of(128) + if apart { rows + sums } else { rows.max(sums) }
         };
         // Two runs are few to hide the latency of L2, but for a warp alone, which asks a run earlier; one will do
-        // where the next generation would have no room otherwise.
+        // where there is no room for more.
         let row_slots = match (config.warps_n, config.stages) {
-            (1, stages) if bytes(stages, false) > room && bytes(1, false) <= room => 1,
-            (1, stages)
-                if bytes(stages, false) > SM_BYTES / config.ctas_per_sm - RESERVED_BYTES =>
-            {
-                1
-            }
+            (1, stages) if bytes(stages, false) > room => 1,
             (2.., 2) if bytes(4, false) <= room => 4,
             (_, stages) => stages,
         };
@@ -181,12 +172,7 @@ pub fn build(config: &Config, target: SmArch) -> Module {
     a.bra(next_segment);
     a.bind(end);
     a.exit();
-    // Two generations share an SM if they can without spills.
-    let spec = target.spec().expect("a legal target is in the table");
-    let both = generations(config) * config.ctas_per_sm;
-    let regs = spec.regs_per_sm / (both * config.num_threads());
-    let min_ctas = if regs >= registers_needed(config) { both } else { config.ctas_per_sm };
-    a.finish(&config.to_string(), target, config.num_threads(), min_ctas)
+    a.finish(&config.to_string(), target, config.num_threads(), config.ctas_per_sm)
 }
 
 /// Fitted to what the assembler needs without spills: accumulators, a pair's sums, the batch's fragments, the
@@ -269,9 +255,6 @@ impl Sm90<'_> {
     }
 }
 
-/// Bytes of weights from which on a grid has its SMs to itself: measured between 61 and 121 MB.
-const LONG_STREAM_BYTES: u64 = 90_000_000;
-
 /// Fitted to 614 measurements on one H200: see `benches/NOTES.md`.
 static MODEL: CostModel = CostModel {
     start_us: 2.47,
@@ -328,15 +311,10 @@ impl super::KernelFamily for Sm90Family {
     }
 
     fn candidates(&self, problem: &Problem) -> Vec<Vec<Config>> {
-        // CTAs of one grid gather on few SMs where a long stream overlaps another.
-        let own_sm = u64::from(problem.n) * u64::from(problem.k) / 2 >= LONG_STREAM_BYTES;
         // Odd numbers of warps side by side: the layers of well-known models fall into as many equal tiles as
         // there are SMs.
-        let mut warps = vec![(1, 4), (1, 8), (2, 2), (2, 4), (2, 8), (3, 2), (3, 4), (4, 1)];
-        warps.extend([(4, 2), (4, 4), (5, 2), (7, 1), (7, 2), (8, 1)]);
-        if own_sm {
-            warps.push((1, 16));
-        }
+        let mut warps = vec![(1, 4), (1, 8), (1, 16), (2, 2), (2, 4), (2, 8), (3, 2), (3, 4)];
+        warps.extend([(4, 1), (4, 2), (4, 4), (5, 2), (7, 1), (7, 2), (8, 1)]);
         let mut tiles_and_ctas = vec![(2, 1), (2, 2), (4, 1), (4, 2)];
         match problem.m {
             // One row: mma are cheap.
@@ -355,7 +333,6 @@ impl super::KernelFamily for Sm90Family {
         }
         let mut lists = candidates(self.name(), problem, &warps, &tiles_and_ctas, 0, &variants);
         for config in lists.iter_mut().flatten() {
-            config.own_sm = own_sm;
             // Better than the full ring in nearly every layer, and never much worse.
             config.start = Start::Ramped;
         }

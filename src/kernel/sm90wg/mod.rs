@@ -374,7 +374,7 @@ impl super::KernelFamily for Sm90WgFamily {
         if config.rows == Rows::Element || config.reduction != Reduction::F32 {
             return Some("rows by elements and in-place reduction are left to family sm80".into());
         }
-        if config.start != Start::Full || config.own_sm || config.evict_first {
+        if config.start != Start::Full || config.evict_first {
             return Some("other starts and the L2 policy are for the other families".into());
         }
         if config.conversion != Conversion::Value {

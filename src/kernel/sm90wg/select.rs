@@ -97,7 +97,6 @@ pub(super) fn candidates(problem: &Problem) -> Vec<Vec<Config>> {
                         runs_per_stage,
                         ctas_per_sm,
                         cluster_k,
-                        own_sm: false,
                         start: Start::Full,
                         conversion: Conversion::Value,
                         scaling,

@@ -64,7 +64,6 @@ pub(super) fn candidates(
                     runs_per_stage: 1,
                     ctas_per_sm,
                     cluster_k: 1,
-                    own_sm: false,
                     start: Start::Full,
                     conversion,
                     scaling,

@@ -71,6 +71,10 @@ pub struct Args {
     /// In a sweep, a file of fragments, one a line: only names (NAME:STRIPE) that contain one are measured.
     #[arg(long, value_name = "FILE")]
     list: Option<PathBuf>,
+    /// In a chain, a file of configurations instead of the chosen ones: a line has one NAME:STRIPE for each product
+    /// of a layer, separated by spaces, and is measured as a whole.
+    #[arg(long, value_name = "FILE", requires = "chain")]
+    sets: Option<PathBuf>,
     /// Check the answers and take no time.
     #[arg(long)]
     check_only: bool,

@@ -1,7 +1,9 @@
 //! A model on a device: weights, buffers, launches, and what a run of it has left.
 
+use std::path::Path;
 use std::sync::Arc;
 
+use anyhow::Context as _;
 use makaira::backend::{Backend, DevicePtr, Stream};
 use makaira::gemm::{Gemm, Matrix, Prepared, Weight, Workspace};
 use makaira::kernel::select::{self, Choice};
@@ -12,7 +14,7 @@ use super::super::fill::{Filler, Pattern};
 use super::super::layer::{Random, number, random_activations};
 use super::super::model::Model;
 use super::super::operands::{POISON, hash};
-use super::super::plan::Pair;
+use super::super::plan::{Forced, Pair};
 use super::super::reference::{dot, sample};
 use super::super::{error_limit, in_order};
 use crate::problem::KindArgs;
@@ -102,6 +104,30 @@ impl Chain {
             Ok(Pair::of(|early| gemm.choice(&self.problem(layout, m), early))?)
         };
         self.layouts.iter().map(of).collect()
+    }
+
+    /// The sets of a file: one configuration for each product of a layer, by name, a set a line.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or a line is no set.
+    pub fn sets(&self, gemm: &Gemm, m: u64, path: &Path) -> anyhow::Result<Vec<Vec<Pair>>> {
+        let device = gemm.backend().device();
+        let set = |line: &str| {
+            let names: Vec<&str> = line.split_whitespace().collect();
+            let (count, wanted) = (names.len(), self.layouts.len());
+            anyhow::ensure!(
+                count == wanted,
+                "`{line}` has {count} configurations, a layer has {wanted} products"
+            );
+            let pair = |(name, layout): (&&str, &PackedLayout)| {
+                let forced: Forced = name.parse().map_err(anyhow::Error::msg)?;
+                Ok(Pair::both(forced.choice(&self.problem(layout, m), device)))
+            };
+            names.iter().zip(&self.layouts).map(pair).collect()
+        };
+        let text = std::fs::read_to_string(path)
+            .with_context(|| format!("reading the sets of {}", path.display()))?;
+        text.lines().filter(|line| !line.trim().is_empty()).map(set).collect()
     }
 
     pub fn kernels(&self, gemm: &Gemm, m: u64, choices: &[Choice]) -> anyhow::Result<Kernels> {

@@ -44,13 +44,19 @@ pub fn run(mut session: Session<'_>) -> anyhow::Result<()> {
         );
         let skip_ceilings = args.no_ceiling || args.check_only;
         let ceilings = if skip_ceilings { None } else { Some(ceilings(&session, &chain)?) };
-        let pairs = |m: &u64| chain.choices(&session.gemm, *m);
-        let choices: Vec<Vec<Pair>> = ms.iter().map(pairs).collect::<Result<_, _>>()?;
-        session.compile(choices.iter().flatten().flat_map(Pair::choices));
+        let mut runs: Vec<(u64, Vec<Pair>)> = Vec::new();
+        for m in &ms {
+            match &args.sets {
+                Some(path) => runs
+                    .extend(chain.sets(&session.gemm, *m, path)?.into_iter().map(|set| (*m, set))),
+                None => runs.push((*m, chain.choices(&session.gemm, *m)?)),
+            }
+        }
+        session.compile(runs.iter().flat_map(|(_, pairs)| pairs).flat_map(Pair::choices));
         println!("{}", outcome::HEADING);
-        for (m, choices) in ms.iter().zip(choices) {
+        for (m, choices) in runs {
             let what = format!("the chain {} at m={m}", model.name);
-            let measure = || measure(&session, &chain, *m, &choices, ceilings.as_deref());
+            let measure = || measure(&session, &chain, m, &choices, ceilings.as_deref());
             let result = session.watchdog.watch(&what, measure).context(what)?;
             num_wrong += usize::from(result.answer.is_err());
             println!("{}", result.line(&fp16));
