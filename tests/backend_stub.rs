@@ -16,7 +16,7 @@ use makaira::backend::{Arg, Backend, DevicePtr, Error, Launch, Stream, Swizzle, 
 use makaira::emu::EmuBackend;
 use makaira::gemm::Gemm;
 use makaira::jit::{GpuBackend, GpuError, Loader, Store};
-use makaira::kernel::{Config, select};
+use makaira::kernel::{Config, GOLDENS, Kind, Problem, Rows, gather, select};
 use makaira::target::SmArch;
 use makaira::weights::{Dense, Group, PackedWeights, quantize};
 use opened::{context, open};
@@ -96,6 +96,51 @@ fn b55_a_module_too_new_for_the_driver_is_refused_by_name() {
         "sm_90 needs PTX 7.8, the driver speaks up to 7.4: install a driver of CUDA 11.8 or newer";
     assert_eq!(verdict(&error), [(Rule::Version, what.to_owned())]);
     gpu.load(&add_one(SmArch::baseline(80))).expect("the same for sm_80 is old enough");
+}
+
+/// Fault B61: on the oldest driver that has the card every kernel loads, not the products alone; those with younger
+/// instructions say so, and none of them is ever chosen there.
+#[test]
+fn b61_every_kernel_loads_on_the_oldest_driver() {
+    let drivers = [("11000", "70", 80), ("11080", "78", 90), ("12000", "80", 90)];
+    for (version, ceiling, target) in drivers {
+        let capability = target.to_string();
+        let variables = [
+            ("STUB_DRIVER_VERSION", version),
+            ("STUB_PTX_CEILING", ceiling),
+            ("STUB_CAPABILITY", &capability),
+        ];
+        let Some((gpu, _folder)) = backend(&format!("oldest_{version}"), &[], &variables) else {
+            return;
+        };
+        let (arch, isa) = (gpu.device().arch, gpu.device().isa);
+        let is_old_enough = |config: &Config| select::family_of(config).config_isa(config) <= isa;
+        let mut loaded = 0;
+        for (name, ..) in GOLDENS {
+            let config: Config = name.parse().expect("a name");
+            let family = select::family_of(&config);
+            if !family.runs_on(arch) || select::check(&config, arch).is_err() {
+                continue;
+            }
+            match (gpu.load(&family.build(&config, arch)), is_old_enough(&config)) {
+                (Ok(_), true) => loaded += 1,
+                (Ok(_), false) => panic!("{name} is older than it says"),
+                (Err(error), false) => {
+                    let why = &verdict(&error)[0].1;
+                    assert!(why.contains("needs PTX") && why.contains("install a driver"), "{why}");
+                }
+                (Err(error), true) => panic!("{name}: {error}: {:?}", verdict(&error)),
+            }
+        }
+        assert!(loaded >= 8, "{loaded} of the goldens for {arch}");
+        gpu.load(&gather::build(arch)).expect("the gathering of activations is as old");
+        for m in [1, 16, 64, 512] {
+            let (group, rows) = (Group::Size(128), Rows::Whole);
+            let problem = Problem { kind: Kind::U4B8, m, n: 4096, k: 4096, group, rows };
+            let ranked = select::ranked(&problem, gpu.device());
+            assert!(ranked.iter().all(|choice| is_old_enough(&choice.config)), "m={m}");
+        }
+    }
 }
 
 /// Fault B57: cards below sm_80 are refused by name, and so is a kernel built for them.

@@ -6,7 +6,8 @@ use fixtures::{fixture, weights_of};
 use half::f16;
 use makaira::checkpoint::Checkpoint;
 use makaira::weights::{
-    Codes, Dense, Group, PackedWeights, QuantMatrix, ScaleOrder, Scales, U4B8, quantize,
+    Codes, Dense, FORMATS, Group, MatrixParts, PackedWeights, QuantMatrix, ScaleOrder, ScaleType,
+    Scales, U4B8, ZeroOrder, ZeroRule, Zeros, quantize,
 };
 
 /// A repeatable stream of numbers.
@@ -130,5 +131,75 @@ fn a_quantised_half_precision_weight_stays_within_half_a_step() {
                 "group {group}: ({row}, {column})"
             );
         }
+    }
+}
+
+/// Fault B90: a packer that looks at codes for signs drops negative weights, since codes carry an offset. Every weight
+/// of the reported kind of block keeps its sign and size, and no byte is wasted.
+#[test]
+fn b90_negative_weights_survive_packing() {
+    let (n, k) = (256, 128);
+    let block = [-7.0, -6.0, 1.0, 2.0];
+    let dense: Vec<f32> = (0..n * k).map(|i| block[(i + i / k) % 4]).collect();
+    let quantized = quantize(Dense::F32(bytemuck::cast_slice(&dense)), n, k, Group::PerColumn, 1)
+        .expect("finite");
+    let packed = PackedWeights::pack(&quantized.view(), 1).expect("packs");
+    assert_eq!(packed.layout().codes_bytes, k / 2 * n / 8 * 8, "half a byte a code");
+    for (at, (wanted, found)) in dense.iter().zip(packed.dequantize()).enumerate() {
+        // Half a step of the scale that holds -7 at code 0.
+        assert!((wanted - found).abs() <= 0.51, "weight {at}: {found}, not {wanted}");
+    }
+}
+
+/// Fault B94: packing reads its description and leaves it alone. Twice, and from threads at once, it gives the same
+/// bytes, and the description still says what it said.
+#[test]
+fn b94_packing_leaves_its_description_alone() {
+    for (at, format) in FORMATS.iter().enumerate() {
+        let mut stream = Stream(94 + at as u64);
+        let (n, k) = (100, 384);
+        let fp4 = format.name() == "e2m1";
+        let (group, element) = match fp4 {
+            true => (Group::Size(16), ScaleType::E4M3),
+            false => (Group::Size(64), ScaleType::F16),
+        };
+        let codes: Vec<u8> =
+            (0..n * k).map(|_| stream.next() as u8 & (0x7e >> (8 - format.bits()))).collect();
+        let num_scales = n * group.num_groups(k);
+        let scales: Vec<u8> =
+            (0..num_scales * element.bytes()).map(|_| 0x20 | stream.next() as u8 & 0x1f).collect();
+        let zeros: Vec<u8> = (0..num_scales).map(|_| stream.next() as u8 & 0xf).collect();
+        // Inputs in another order, so that packing has one of its own to keep.
+        let g_idx: Vec<u8> =
+            (0..k as i32).flat_map(|i| (i % (num_scales / n) as i32).to_le_bytes()).collect();
+        let stored = format.zero_rule() == ZeroRule::Stored;
+        let parts = MatrixParts {
+            n,
+            k,
+            group,
+            format: *format,
+            codes: Codes::ByOutput(&codes),
+            scales: Scales::new(&scales, element, ScaleOrder::Rows),
+            zeros: stored.then_some(Zeros { bytes: &zeros, order: ZeroOrder::Rows }),
+            g_idx: Some(&g_idx),
+        };
+        let matrix = QuantMatrix::from_parts(parts).expect("legal");
+        let before = format!("{matrix:?}");
+        let pack = || {
+            let packed = PackedWeights::pack(&matrix, 1).expect("packs");
+            (packed.bytes().to_vec(), packed.input_order().map(|order| order.inputs().to_vec()))
+        };
+        let first = pack();
+        assert!(first.1.is_some(), "the order is kept");
+        let others = std::thread::scope(|scope| {
+            let threads = [scope.spawn(pack), scope.spawn(pack)];
+            threads.map(|thread| thread.join().expect("no panic"))
+        });
+        for other in others {
+            assert!(other == first, "{format:?}");
+        }
+        assert!(pack() == first, "{format:?}");
+        assert!(format!("{matrix:?}") == before, "{format:?}");
+        assert_eq!((matrix.n(), matrix.k(), matrix.group()), (n, k, group));
     }
 }

@@ -32,8 +32,12 @@ pub trait KernelFamily: Sync {
     fn name(&self) -> &'static str;
     /// Whether it runs on a target.
     fn runs_on(&self, target: SmArch) -> bool;
-    /// The first PTX ISA with every instruction that it uses: a driver may be older.
+    /// The first PTX ISA with every instruction that all of it uses: a driver may be older.
     fn isa(&self) -> PtxIsa;
+    /// The same of a configuration, whose options may need more.
+    fn config_isa(&self, _config: &Config) -> PtxIsa {
+        self.isa()
+    }
     /// The first rule of the family's own that a configuration breaks, with its numbers.
     fn broken_rule(&self, config: &Config) -> Option<String>;
     /// Configurations worth considering for a problem, in the preferred numerics: lists in order of preference, of

@@ -252,7 +252,7 @@ pub struct NoKernel {
 pub fn ranked(problem: &Problem, device: &DeviceSpec) -> Vec<Choice> {
     let mut choices: Vec<Choice> = candidates(problem, device.arch)
         .into_iter()
-        .filter(|config| family_of(config).isa() <= device.isa)
+        .filter(|config| family_of(config).config_isa(config) <= device.isa)
         .flat_map(|config| {
             stripes(&Tiling::new(&config, problem), &config, device).into_iter().map(
                 move |stripe| Choice {

@@ -336,3 +336,46 @@ fn schemes_are_chosen_by_name_and_labels_are_compared() {
     let is_pattern = |finding: &&Finding| matches!(finding, Finding::Pattern { pattern, .. } if pattern == "(?=x)");
     assert!(checkpoint.findings().iter().any(|finding| is_pattern(&finding)));
 }
+
+/// Faults B90 and B92: there is no sparse kernel, so a 2:4 layer is refused when the checkpoint is opened, by name and
+/// whatever its sizes; also where the label is that of dense layers.
+#[test]
+fn b90_b92_sparse_layers_are_refused_when_opened() {
+    let mut random = Random::new(90);
+    for (n, k) in [(640, 256), (1152, 256), (512, 256)] {
+        let bytes = |random: &mut Random, count| random_bytes(random, count);
+        let tensor = |suffix: &str, dtype, shape: &[usize], bytes: Vec<u8>| {
+            (format!("l.{suffix}"), (dtype, shape.to_vec(), bytes))
+        };
+        let marlin24 = || {
+            let mut random = Random::new(n as u64);
+            Parts::from([
+                tensor(
+                    "weight_packed",
+                    Dtype::I32,
+                    &[k / 32, 2 * n],
+                    bytes(&mut random, k * n / 4),
+                ),
+                tensor("scale_packed", Dtype::F16, &[2, n], bytes(&mut random, 4 * n)),
+                tensor("meta", Dtype::I16, &[k / 32, 2 * n], bytes(&mut random, k * n / 8)),
+            ])
+        };
+        let bitmask = Parts::from([
+            tensor("compressed", Dtype::F16, &[n, k / 2], bytes(&mut random, n * k)),
+            tensor("bitmask", Dtype::U8, &[n, k / 8], bytes(&mut random, n * k / 8)),
+        ]);
+        for (parts, label, name) in [
+            (marlin24(), "marlin-24", "marlin-24"),
+            (marlin24(), "pack-quantized", "marlin-24"),
+            (bitmask, "dense", "sparse-24-bitmask"),
+        ] {
+            let weights = json!({ "num_bits": 4, "type": "int", "strategy": "group",
+                                  "group_size": 128, "symmetric": true });
+            let folder = Folder::new(&parts, &config(label, weights));
+            let error = folder.open().expect_err("no kernel takes it");
+            assert!(matches!(error, Error::Unsupported { .. }), "{label}: {error}");
+            let text = error.to_string();
+            assert!(text.contains(name) && text.contains("2:4"), "{label}: {text}");
+        }
+    }
+}

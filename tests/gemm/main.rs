@@ -8,6 +8,7 @@ mod coverage;
 mod families;
 #[path = "../common/family.rs"]
 mod family;
+mod faults;
 #[path = "../fixtures/mod.rs"]
 mod fixtures;
 mod goldens;

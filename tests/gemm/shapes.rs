@@ -91,7 +91,6 @@ fn b06_a_short_last_group_is_refused() {
     assert!(text.contains("4304") && text.contains("32"), "{text}");
 }
 
-/// In fp16; bf16 is another format.
 #[test]
 fn b07_groups_of_64_in_k_of_129_halves() {
     for device in devices() {

@@ -85,13 +85,17 @@ impl TypedLayer {
         let zeros = stored.then_some(Zeros { bytes: &zero_bytes, order: ZeroOrder::Rows });
         let codes = Codes::ByOutput(&codes);
         let parts = MatrixParts { n, k, group, format, codes, scales, zeros, g_idx };
-        let matrix = QuantMatrix::from_parts(parts).expect("legal");
+        Self::of(&QuantMatrix::from_parts(parts).expect("legal"))
+    }
+
+    /// The layer of a matrix.
+    pub fn of(matrix: &QuantMatrix<'_>) -> Self {
         Self {
-            n,
-            k,
-            packed: PackedWeights::pack(&matrix, 1).expect("packs"),
-            dense: reference::decode(&matrix),
-            rounds_scales: element == ScaleType::F32,
+            n: matrix.n(),
+            k: matrix.k(),
+            packed: PackedWeights::pack(matrix, 1).expect("packs"),
+            dense: reference::decode(matrix),
+            rounds_scales: matrix.scales().element == ScaleType::F32,
         }
     }
 
@@ -106,7 +110,7 @@ impl TypedLayer {
 }
 
 /// A type of activations with its numbers.
-trait Number: Element + bytemuck::Pod {
+pub trait Number: Element + bytemuck::Pod {
     const ACTIVATION: Activation;
     fn round(value: f64) -> Self;
 }
@@ -125,8 +129,10 @@ impl Number for bf16 {
     }
 }
 
-fn numbers<E: Number>(count: usize, random: &mut Random) -> Vec<E> {
-    (0..count).map(|_| E::round(random.uniform(0.01, 1.0) * random.pick(&[-1.0, 1.0]))).collect()
+/// Numbers of up to a size.
+fn numbers<E: Number>(count: usize, size: f64, random: &mut Random) -> Vec<E> {
+    let of = |_| E::round(size * random.uniform(0.01, 1.0) * random.pick(&[-1.0, 1.0]));
+    (0..count).map(of).collect()
 }
 
 /// A NaN of either type that no kernel writes.
@@ -153,9 +159,12 @@ impl<E: Number> Run<'_, E> {
         m: usize,
         random: &mut Random,
     ) -> Run<'a, E> {
-        let mut maybe = |count| (random.below(2) == 0).then(|| numbers(count, random));
+        // As large as the product, so that neither hides the other.
+        let squares: f64 = layer.dense.iter().map(|w| f64::from(*w).powi(2)).sum();
+        let size = (squares / layer.n as f64).sqrt().min(100.0);
+        let mut maybe = |count| (random.below(2) == 0).then(|| numbers(count, size, random));
         let (bias, residual) = (maybe(layer.n), maybe(m * layer.n));
-        let a = numbers(m * layer.k, random);
+        let a = numbers(m * layer.k, 1.0, random);
         Run { device, layer, a, m, bias, residual, gap: 8, early: false }
     }
 
@@ -244,12 +253,11 @@ impl<E: Number> Run<'_, E> {
     /// Compares with the f64 product.
     fn check(&self, c: &[E], tolerance: Tolerance) -> Result<(), String> {
         let TypedLayer { n, k, dense, rounds_scales, .. } = self.layer;
-        let reference = Reference::new(&self.a, dense, *k).plus(|row, column| {
-            let bias = self.bias.as_ref().map_or(0.0, |bias| bias[column].value());
-            let residual =
-                self.residual.as_ref().map_or(0.0, |rows| rows[row * n + column].value());
-            bias + residual
-        });
+        let reference = Reference::new(&self.a, dense, *k)
+            .plus(|_, column| self.bias.as_ref().map_or(0.0, |bias| bias[column].value()))
+            .plus(|row, column| {
+                self.residual.as_ref().map_or(0.0, |rows| rows[row * n + column].value())
+            });
         let mut tolerance = tolerance;
         // fp16 scales: in bf16 a quarter of a rounding.
         tolerance.half_roundings += u32::from(*rounds_scales);
@@ -288,7 +296,7 @@ pub fn scalings(format: &'static dyn WeightFormat) -> Vec<(i64, ScaleType)> {
 }
 
 /// The best choice of each family and another one, on a layer of a type.
-fn families_agree<E: Number>(
+pub fn families_agree<E: Number>(
     device: &Device,
     layer: &TypedLayer,
     m: usize,
@@ -392,7 +400,7 @@ fn the_residual_may_be_the_output() {
         for m in [3, 20] {
             let mut run = Run::<f16>::new(&device, &layer, m, &mut random);
             run.bias = None;
-            let before: Vec<f16> = numbers(m * layer.n, &mut random);
+            let before: Vec<f16> = numbers(m * layer.n, 1.0, &mut random);
             let gemm = Gemm::new(device.backend.clone());
             let weight = layer.weight(&gemm, Activation::F16);
             let workspace = gemm.workspace(&weight, m as u64).expect("it fits");

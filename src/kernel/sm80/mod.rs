@@ -333,6 +333,11 @@ impl super::KernelFamily for Sm80Family {
         PtxIsa::new(7, 0)
     }
 
+    fn config_isa(&self, config: &Config) -> PtxIsa {
+        // `createpolicy` and the hint of a copy.
+        if config.evict_first { PtxIsa::new(7, 4) } else { self.isa() }
+    }
+
     fn runs_on(&self, target: SmArch) -> bool {
         target.sm >= 80
     }

@@ -329,6 +329,11 @@ impl super::KernelFamily for Sm90WgFamily {
         PtxIsa::new(8, 0)
     }
 
+    fn config_isa(&self, config: &Config) -> PtxIsa {
+        // `st.async`.
+        if config.cluster_k > 1 { PtxIsa::new(8, 1) } else { self.isa() }
+    }
+
     fn runs_on(&self, target: SmArch) -> bool {
         target.sm == 90
     }
