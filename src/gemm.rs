@@ -10,6 +10,7 @@
 //! calls that can run at the same time need a workspace each. Calls of one stream may share it also when
 //! they [start early](Stream::early): a kernel touches it only after the kernel before it has ended.
 
+pub mod experts;
 mod gather;
 mod memory;
 mod operands;
@@ -20,13 +21,13 @@ use std::sync::{Arc, RwLock};
 
 use crate::backend::{self, Backend, Enqueue, Kernel, Launch, Stream};
 use crate::jit::TuneStore;
-use crate::kernel::select::{self, Choice, MAX_ROW_STRIDE_BYTES, step};
+use crate::kernel::select::{self, Choice, step};
 use crate::kernel::{Config, Kind, Plan, Problem, Rows};
 use crate::weights::{Activation, PackedLayout, PackedWeights, WeightFormat};
 
 pub use memory::{Weight, Workspace};
 pub use operands::Matrix;
-use operands::{arguments, check_rows, rows_of};
+use operands::{arguments, check_rows, check_shape, rows_of};
 
 /// What can go wrong with a product.
 #[derive(Debug, thiserror::Error)]
@@ -123,6 +124,7 @@ pub struct Gemm {
     kernels: RwLock<HashMap<Config, Arc<dyn Kernel>>>,
     /// The kernel that gathers activations, once it was wanted.
     gather: RwLock<Option<Arc<dyn Kernel>>>,
+    experts: experts::Kernels,
 }
 
 impl Gemm {
@@ -136,6 +138,7 @@ impl Gemm {
             prepared: RwLock::default(),
             kernels: RwLock::default(),
             gather: RwLock::default(),
+            experts: experts::Kernels::default(),
         }
     }
 
@@ -168,12 +171,7 @@ impl Gemm {
         layout: &PackedLayout,
         format: &'static dyn WeightFormat,
     ) -> Result<Weight, Error> {
-        let (n, k) = (layout.n, layout.k);
-        if 2 * n.max(k) as u64 > MAX_ROW_STRIDE_BYTES {
-            let most = MAX_ROW_STRIDE_BYTES / 2;
-            let rule = format!("{n} outputs x {k} inputs; at most {most} of each, split the layer");
-            return Err(Error::Operand { operand: "weight", rule });
-        }
+        check_shape(layout)?;
         Ok(Weight {
             backend: self.backend.clone(),
             layout: *layout,

@@ -31,6 +31,7 @@
 //! ```
 
 mod element;
+mod weighted;
 
 use std::fmt;
 use std::thread;

@@ -8,6 +8,8 @@
 //! machine code of the wgmma family's candidates.
 
 mod common;
+#[path = "configs_oracle/experts.rs"]
+mod experts;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;

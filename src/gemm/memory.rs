@@ -61,11 +61,9 @@ impl Weight {
         self.factor
     }
 
-    /// What a kernel multiplies by: the factor, and the power of two that the conversion leaves out.
+    /// What a kernel multiplies by.
     pub(super) fn kernel_factor(&self, activation: Activation) -> f32 {
-        let fragments = self.format.fragments();
-        let exponent = fragments.map_or(0, |fragments| fragments.exponent(activation));
-        self.factor * 2f32.powi(exponent as i32)
+        kernel_factor(self.format, self.factor, activation)
     }
 
     /// The weight for products whose A, C, bias and residual are of a type; without a word they are fp16.
@@ -111,8 +109,15 @@ impl Weight {
             factor: self.kernel_factor(self.activation) != 1.0,
             bias: false,
             residual: false,
+            experts: false,
         }
     }
+}
+
+/// What a kernel multiplies by: the layer's factor, and the power of two that the conversion leaves out.
+pub(super) fn kernel_factor(format: &dyn WeightFormat, factor: f32, activation: Activation) -> f32 {
+    let exponent = format.fragments().map_or(0, |fragments| fragments.exponent(activation));
+    factor * 2f32.powi(exponent as i32)
 }
 
 impl Drop for Weight {

@@ -4,6 +4,7 @@ use super::{Error, Weight, Workspace};
 use crate::backend::DevicePtr;
 use crate::kernel::select::{self, MAX_ROW_STRIDE_BYTES, MAX_ROWS};
 use crate::kernel::{Arguments, Config, OptionalArguments, Plan, Problem, Rows};
+use crate::weights::PackedLayout;
 
 /// A row-major matrix in device memory, fp16 or what the weight is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,6 +26,17 @@ pub(super) fn check_rows(m: u64) -> Result<(), Error> {
     })
 }
 
+/// Refuses a weight whose rows of A or C would be longer than kernels address.
+pub(super) fn check_shape(layout: &PackedLayout) -> Result<(), Error> {
+    let (n, k) = (layout.n, layout.k);
+    let most = MAX_ROW_STRIDE_BYTES / 2;
+    if n.max(k) as u64 <= most {
+        return Ok(());
+    }
+    let rule = format!("{n} outputs x {k} inputs; at most {most} of each, split the layer");
+    Err(Error::Operand { operand: "weight", rule })
+}
+
 /// How these operands' rows can be accessed.
 pub(super) fn rows_of(
     weight: &Weight,
@@ -32,10 +44,21 @@ pub(super) fn rows_of(
     residual: Option<Matrix>,
     c: Matrix,
 ) -> Result<Rows, Error> {
-    let layout = weight.layout();
+    // Gathered activations lie as kernels like them.
+    let is_gathered = weight.gather.is_some();
+    access(weight.layout(), (a, weight.source_inputs(), is_gathered), residual, c, weight.bias)
+}
+
+/// The same for a layout, an A of so many columns that is gathered or not, and a bias.
+pub(super) fn access(
+    layout: &PackedLayout,
+    (a, columns, is_gathered): (Matrix, usize, bool),
+    residual: Option<Matrix>,
+    c: Matrix,
+    bias: Option<DevicePtr>,
+) -> Result<Rows, Error> {
     let residual = residual.map(|residual| ("residual", residual, layout.n));
-    let operands =
-        [("a", a, weight.source_inputs()), ("c", c, layout.n)].into_iter().chain(residual);
+    let operands = [("a", a, columns), ("c", c, layout.n)].into_iter().chain(residual);
     for (operand, matrix, columns) in operands {
         let error = |rule| Err(Error::Operand { operand, rule });
         if !matrix.ptr.0.is_multiple_of(2) {
@@ -58,13 +81,12 @@ pub(super) fn rows_of(
     let aligned = |matrix: Matrix, bytes: u64| {
         matrix.ptr.0.is_multiple_of(bytes) && (2 * matrix.stride).is_multiple_of(bytes)
     };
-    let bias = weight.bias.unwrap_or(DevicePtr(0)).0;
+    let bias = bias.unwrap_or(DevicePtr(0)).0;
     if !bias.is_multiple_of(2) {
         let rule = format!("address {bias:#x} is odd; elements need 2 bytes");
         return Err(Error::Operand { operand: "bias", rule });
     }
-    // Gathered activations lie as kernels like them.
-    let vectors = (weight.gather.is_some() || aligned(a, 16))
+    let vectors = (is_gathered || aligned(a, 16))
         && aligned(c, 8)
         && residual.is_none_or(|(_, residual, _)| aligned(residual, 8))
         && bias.is_multiple_of(8);
@@ -112,6 +134,7 @@ pub(super) fn arguments(
             bias_ptr: weight.bias.map_or(0, |bias| bias.0),
             residual_ptr: residual.map_or(0, at),
             residual_stride_bytes: residual.map_or(0, |residual| (2 * residual.stride) as u32),
+            ..OptionalArguments::default()
         },
     }
 }

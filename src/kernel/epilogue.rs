@@ -6,6 +6,7 @@
 //! instructions are guarded, and guarded loads are preceded by zeros: see `emit_zeros`.
 
 use super::elements::{emit_load_element, emit_load_quad, emit_round, emit_round_pair};
+use super::experts::{Block, RowWeights};
 use super::params::{Params, load_u32, load_u64};
 use super::problem::{Config, Kind, Reduction, Rows};
 use super::reduction;
@@ -96,6 +97,7 @@ impl Epilogue<'_> {
             (items, sums)
         });
         match self.config.reduction {
+            _ if self.config.kind.experts => reduction::emit_whole(a, self, &items, sums),
             Reduction::F32 => reduction::emit_f32(a, self, &items, sums),
             Reduction::F16InPlace => reduction::emit_f16(a, self, &items, sums),
         }
@@ -177,6 +179,8 @@ pub(super) struct Items {
     num_passes: u32,
     /// Rows of the tile that exist, none if the thread's first column does not.
     num_rows: Reg<B32>,
+    /// The rows' expert, if there are experts.
+    block: Option<Block>,
 }
 
 /// Passes whose sums are in registers at a time: enough loads in flight to hide their latency.
@@ -215,6 +219,7 @@ impl Items {
             column,
             num_passes,
             num_rows,
+            block: segment.block,
         }
     }
 
@@ -309,6 +314,10 @@ impl Items {
                 let added = self.emit_load_columns(a, params, *exists, residual.ptr);
                 sum = emit_add(a, sum, added);
             }
+            if let Some(weights) = output.row_weights {
+                let weight = weights.emit_load(a, *exists, pass * self.rows_per_pass);
+                sum = emit_multiply(a, sum, [weight; 4]);
+            }
             let activation = self.kind.activation;
             match self.rows {
                 Rows::Whole | Rows::Vector => {
@@ -349,14 +358,10 @@ impl Items {
         let step: Reg<B64> = a.reg();
         a.mul_wide_u32(step, stride, self.rows_per_pass);
         let scales = (self.group == Group::PerColumn).then(|| self.emit_column_scales(a, params));
-        let scales = match (scales, params.optional.emit_factor(a)) {
+        let scales = match (scales, params.optional.emit_factor(a, self.block.as_ref())) {
             (scales, None) => scales,
             (None, Some(factor)) => Some([factor; 4]),
-            (Some(scales), Some(factor)) => Some(scales.map(|scale| {
-                let product = a.reg();
-                a.mul_f32(product, scale, factor);
-                product
-            })),
+            (Some(scales), Some(factor)) => Some(emit_multiply(a, scales, [factor; 4])),
         };
         let has_columns = |a: &mut Asm| {
             let n = load_u32(a, params.n);
@@ -365,6 +370,11 @@ impl Items {
         let bias = params.optional.bias_ptr.map(|bias_ptr| {
             let (bias, at, guard) = (load_u64(a, bias_ptr), a.reg(), has_columns(a));
             a.mad_wide_u32(at, self.column, 2, bias);
+            if let Some(block) = self.block {
+                let row_bytes = load_u32(a, params.n);
+                a.add_u32(row_bytes, row_bytes, row_bytes);
+                a.mad_wide_u32(at, block.expert, row_bytes, at);
+            }
             self.emit_load_columns(a, params, guard, at)
         });
         let residual = params.optional.residual.map(|(base, stride)| {
@@ -375,7 +385,8 @@ impl Items {
             a.mul_wide_u32(step, stride, self.rows_per_pass);
             Advancing { ptr, step }
         });
-        Output { ptr, step, scales, bias, residual }
+        let row_weights = params.optional.experts.map(|experts| experts.emit_row_weights(a, row));
+        Output { ptr, step, scales, bias, residual, row_weights }
     }
 
     /// The elements at `from` of the item's four columns where `guard` holds and the column exists, else zeros.
@@ -405,6 +416,7 @@ impl Items {
     fn emit_column_scales(&self, a: &mut Asm, params: &Params) -> [Reg<F32>; 4] {
         let n = load_u32(a, params.n);
         let scales_ptr = load_u64(a, params.column_scales_ptr);
+        let scales_ptr = params.emit_base(a, scales_ptr, self.block.as_ref());
         let ptr: Reg<B64> = a.reg();
         a.mad_wide_u32(ptr, self.column, 2, scales_ptr);
         let in_range = a.test_u32(Cmp::Lt, self.column, n);
@@ -424,6 +436,8 @@ pub(super) struct Output {
     pub(super) bias: Option<[Reg<F32>; 4]>,
     /// The residual's first item.
     pub(super) residual: Option<Advancing>,
+    /// What rows are multiplied by after all of that.
+    pub(super) row_weights: Option<RowWeights>,
 }
 
 /// An address that goes on from pass to pass.
@@ -437,13 +451,19 @@ pub(super) struct Advancing {
 impl Output {
     /// The sum times what its columns are multiplied by.
     pub(super) fn emit_scaled(&self, a: &mut Asm, sum: [Reg<F32>; 4]) -> [Reg<F32>; 4] {
-        let Some(scales) = self.scales else { return sum };
-        let scaled: [Reg<F32>; 4] = a.regs();
-        for (scaled, (sum, scale)) in scaled.into_iter().zip(sum.into_iter().zip(scales)) {
-            a.mul_f32(scaled, sum, scale);
+        match self.scales {
+            Some(scales) => emit_multiply(a, sum, scales),
+            None => sum,
         }
-        scaled
     }
+}
+
+fn emit_multiply(a: &mut Asm, x: [Reg<F32>; 4], y: [Reg<F32>; 4]) -> [Reg<F32>; 4] {
+    let products: [Reg<F32>; 4] = a.regs();
+    for (product, (x, y)) in products.into_iter().zip(x.into_iter().zip(y)) {
+        a.mul_f32(product, x, y);
+    }
+    products
 }
 
 /// Four zeros. A guarded load writes into zeros: without them the assembler would take the register's

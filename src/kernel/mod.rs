@@ -6,6 +6,7 @@
 mod cost;
 mod elements;
 pub mod epilogue;
+pub mod experts;
 pub mod gather;
 pub mod params;
 pub mod problem;
@@ -55,6 +56,10 @@ pub trait KernelFamily: Sync {
     fn smem_bytes(&self, config: &Config) -> u32;
     /// Appends the arguments after those of [`Params`](params::Params), if the family declares more.
     fn extra_arguments(&self, _config: &Config, _arguments: &Arguments, _list: &mut ArgList) {}
+    /// Whether it has kernels for experts.
+    fn takes_experts(&self) -> bool {
+        false
+    }
     /// Whether stripes run over the row tiles too; otherwise row tiles are the grid's second dimension.
     fn stripes_cover_rows(&self) -> bool {
         false
@@ -87,6 +92,7 @@ pub const GOLDENS: &[(&str, SmArch, &str)] = &[
     ("marlin_sm80_u4b8_f16_m32n128k256_g64_w4_s2_c1_kt", SM80, "cut rows, two groups a run"),
     ("marlin_sm80_u4b8_f16_m64n256k128_g128_w8_s3_c1_fs", SM80, "tall tiles: windows, scaled fragments"),
     ("marlin_sm80_u4b8_f16_m16n64k512_g128_w2_s2_c1_sn", SM90, "subnormal codes; grids overlap"),
+    ("marlin_sm80_u4b8_f16_m16n128k256_g128_w2_s3_c1_xp", SM90, "experts: items, rows of A by token"),
     ("marlin_sm90_u4b8_f16_m1n32k1024_g128_w1_s3_c1", SM90, "one row, rings of one warp each"),
     ("marlin_sm90_u4b8_f16_m16n128k512_g128_w2_s2_c1_sn", SM90, "subnormal codes, teams of two"),
     ("marlin_sm90wg_u4b8_f16_m16n64k512_g128_w4_s4_c1", SM90A, "16 rows: four teams of a warpgroup, promoted sums"),

@@ -5,6 +5,7 @@
 //! integer division by a run-time value would cost hundreds of clocks before the first copy.
 //! Source of the multipliers: Granlund and Montgomery, "Division by Invariant Integers using Multiplication".
 
+use super::experts::{Block, ExpertArguments, ExpertParams};
 use super::problem::Kind;
 use crate::asm::Asm;
 use crate::asm::reg::{Param, Reg};
@@ -99,12 +100,14 @@ params! {
 /// The entry parameters of what a [`Kind`] has beside the product; the host fills them in the same order.
 #[derive(Clone, Copy, Debug)]
 pub struct OptionalParams {
-    /// What the product is multiplied by: the bits of an f32.
+    /// What the product is multiplied by: the bits of an f32; with experts the address of one of each.
     pub factor: Option<Param>,
-    /// A number for each column of C, of C's type.
+    /// A number for each column of C, of C's type; with experts for each column of each.
     pub bias_ptr: Option<Param>,
     /// A matrix of C's shape and type, and the bytes from one row of it to the next.
     pub residual: Option<(Param, Param)>,
+    /// Which expert each row belongs to.
+    pub experts: Option<ExpertParams>,
 }
 
 /// The values of [`OptionalParams`]; those of others than the kind has are not looked at.
@@ -112,29 +115,45 @@ pub struct OptionalParams {
 pub struct OptionalArguments {
     /// The bits of the factor.
     pub factor_bits: u32,
+    /// Address of the experts' factors.
+    pub factors_ptr: u64,
     /// Address of the bias.
     pub bias_ptr: u64,
     /// Address of the residual.
     pub residual_ptr: u64,
     /// Bytes from one row of it to the next.
     pub residual_stride_bytes: u32,
+    /// Which expert each row belongs to.
+    pub experts: ExpertArguments,
 }
 
 impl OptionalParams {
     fn declare(a: &mut Asm, kind: &Kind) -> Self {
         Self {
-            factor: kind.factor.then(|| a.param_u32("factor_bits")),
+            factor: kind.factor.then(|| match kind.experts {
+                false => a.param_u32("factor_bits"),
+                true => a.param_u64("factors_ptr"),
+            }),
             bias_ptr: kind.bias.then(|| a.param_u64("bias_ptr")),
             residual: kind
                 .residual
                 .then(|| (a.param_u64("residual_ptr"), a.param_u32("residual_stride_bytes"))),
+            experts: kind.experts.then(|| ExpertParams::declare(a)),
         }
     }
 
-    /// Emits the factor, if there is one.
-    pub(super) fn emit_factor(&self, a: &mut Asm) -> Option<Reg<F32>> {
+    /// Emits the factor, if there is one; that of a row block's expert.
+    pub(super) fn emit_factor(&self, a: &mut Asm, block: Option<&Block>) -> Option<Reg<F32>> {
         self.factor.map(|param| {
-            let (bits, factor) = (load_u32(a, param), a.reg());
+            let (bits, factor) = match block {
+                None => (load_u32(a, param), a.reg()),
+                Some(block) => {
+                    let (base, at, bits): (_, Reg<B64>, _) = (load_u64(a, param), a.reg(), a.reg());
+                    a.mad_wide_u32(at, block.expert, 4, base);
+                    a.ld_global_b32(bits, at);
+                    (bits, a.reg())
+                }
+            };
             a.mov_b32_to_f32(factor, bits);
             factor
         })
@@ -144,7 +163,10 @@ impl OptionalParams {
 impl OptionalArguments {
     fn append(&self, kind: &Kind, list: &mut ArgList) {
         if kind.factor {
-            list.push(Arg::U32(self.factor_bits));
+            list.push(match kind.experts {
+                false => Arg::U32(self.factor_bits),
+                true => Arg::U64(self.factors_ptr),
+            });
         }
         if kind.bias {
             list.push(Arg::U64(self.bias_ptr));
@@ -152,6 +174,19 @@ impl OptionalArguments {
         if kind.residual {
             list.push(Arg::U64(self.residual_ptr));
             list.push(Arg::U32(self.residual_stride_bytes));
+        }
+        if kind.experts {
+            self.experts.append(list);
+        }
+    }
+}
+
+impl Params {
+    /// Emits the address of what begins at `base` for the expert of a row block; `base` without one.
+    pub(super) fn emit_base(&self, a: &mut Asm, base: Reg<B64>, block: Option<&Block>) -> Reg<B64> {
+        match (self.optional.experts, block) {
+            (Some(experts), Some(block)) => experts.emit_base(a, base, block),
+            _ => base,
         }
     }
 }

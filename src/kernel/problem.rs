@@ -26,6 +26,8 @@ pub struct Kind {
     pub bias: bool,
     /// A matrix of C's shape is added.
     pub residual: bool,
+    /// The weights are a stack of experts, and each row of C belongs to one: see [`super::experts`].
+    pub experts: bool,
 }
 
 impl Kind {
@@ -37,6 +39,7 @@ impl Kind {
         factor: false,
         bias: false,
         residual: false,
+        experts: false,
     };
 
     /// The weight type.
@@ -59,6 +62,9 @@ impl Kind {
         let Some(fragments) = self.weight_format().fragments() else {
             return Some(format!("no kernel takes the weight type {}", self.format));
         };
+        if self.experts && self.residual {
+            return Some("a residual beside experts: C is in the order of the list".into());
+        }
         if self.scales == ScaleRow::F16 {
             return None;
         }
@@ -72,12 +78,14 @@ impl Kind {
 
 impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Kind { format, scales, activation, factor, bias, residual } = self;
+        let Kind { format, scales, activation, factor, bias, residual, experts } = self;
         write!(f, "{format} weights, {} activations", activation.name())?;
         if *scales == ScaleRow::E5m3 {
             write!(f, ", {E5M3} scales")?;
         }
-        for (flag, name) in [(factor, "a factor"), (bias, "a bias"), (residual, "a residual")] {
+        for (flag, name) in
+            [(factor, "a factor"), (bias, "a bias"), (residual, "a residual"), (experts, "experts")]
+        {
             if *flag {
                 write!(f, ", {name}")?;
             }
@@ -286,8 +294,8 @@ impl fmt::Display for Config {
         if self.evict_first {
             write!(f, "_ef")?;
         }
-        let Kind { factor, bias, residual, .. } = self.kind;
-        for (flag, name) in [(factor, "_gf"), (bias, "_bi"), (residual, "_rs")] {
+        let Kind { factor, bias, residual, experts, .. } = self.kind;
+        for (flag, name) in [(factor, "_gf"), (bias, "_bi"), (residual, "_rs"), (experts, "_xp")] {
             if flag {
                 f.write_str(name)?;
             }
@@ -359,7 +367,7 @@ impl FromStr for Config {
         let ctas_per_sm = number('c', "the number of CTAs per SM (c) is missing")?;
         let mut config = Config {
             family,
-            kind: Kind { format, scales, activation, factor: false, bias: false, residual: false },
+            kind: Kind { format, scales, activation, ..Kind::U4B8 },
             group,
             tile_m,
             tile_n,
@@ -391,9 +399,10 @@ impl FromStr for Config {
                 "gf" => config.kind.factor = true,
                 "bi" => config.kind.bias = true,
                 "rs" => config.kind.residual = true,
+                "xp" => config.kind.experts = true,
                 _ => {
                     let why =
-                        "a flag is none of x2, x4, q2, sr, sn, fs, r16, kt, el, ef, gf, bi, rs";
+                        "a flag is none of x2, x4, q2, sr, sn, fs, r16, kt, el, ef, gf, bi, rs, xp";
                     return Err(error(why));
                 }
             }

@@ -126,6 +126,19 @@ pub(super) fn emit_f32(a: &mut Asm, epilogue: &Epilogue<'_>, items: &Items, sums
     a.section("tile done", |a| a.bar_sync(0));
 }
 
+/// A tile that no other CTA has a part of.
+pub(super) fn emit_whole(a: &mut Asm, epilogue: &Epilogue<'_>, items: &Items, sums: Sums) {
+    let Epilogue { config, params, ref thread, .. } = *epilogue;
+    a.section("output", |a| {
+        let output = items.emit_output_place(a, params, thread);
+        for passes in items.batches() {
+            let batch = items.emit_add_teams(a, config, &sums, &passes);
+            items.emit_output(a, params, &output, &batch);
+        }
+    });
+    a.section("tile done", |a| a.bar_sync(0));
+}
+
 /// Adds the helpers' parts of a batch of items, in stripe order.
 fn emit_add_helpers(
     a: &mut Asm,

@@ -69,6 +69,9 @@ pub fn check(config: &Config, target: SmArch) -> Result<(), Illegal> {
     if let Some(rule) = config.kind.broken_rule(config.group) {
         return illegal(rule);
     }
+    if config.kind.experts && (!family.takes_experts() || config.reduction != Reduction::F32) {
+        return illegal("experts, which family sm80 has, each tile whole in one CTA".into());
+    }
     if config.reduction == Reduction::F16InPlace
         && (config.kind.bias || config.kind.residual || config.kind.activation != Activation::F16)
     {
@@ -247,6 +250,13 @@ pub struct NoKernel {
     reasons: String,
 }
 
+impl NoKernel {
+    pub(super) fn new(problem: &Problem, device: &DeviceSpec, reasons: String) -> Self {
+        let device = format!("{} ({})", device.name, device.arch);
+        Self { problem: problem.to_string(), device, reasons }
+    }
+}
+
 /// All choices for a problem on a device, cheapest first: by their time, where grids may overlap by the sum of their
 /// times in plain order and with early launch.
 pub fn ranked(problem: &Problem, device: &DeviceSpec) -> Vec<Choice> {
@@ -287,11 +297,7 @@ fn divisible(config: &Config, problem: &Problem) -> bool {
 /// # Errors
 /// [`NoKernel`] if the problem is too large or no family has a legal configuration, with each reason.
 pub fn choose(problem: &Problem, device: &DeviceSpec) -> Result<Choice, NoKernel> {
-    let no_kernel = |reasons: String| NoKernel {
-        problem: problem.to_string(),
-        device: format!("{} ({})", device.name, device.arch),
-        reasons,
-    };
+    let no_kernel = |reasons| NoKernel::new(problem, device, reasons);
     let most = MAX_ROW_STRIDE_BYTES / 2;
     if problem.m > MAX_ROWS || u64::from(problem.n.max(problem.k)) > most {
         return Err(no_kernel(format!(

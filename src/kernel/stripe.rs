@@ -18,6 +18,7 @@
 //! the CTAs of one share its segments is the family's.
 //! Source of the partition: Marlin paper, "Striped partitioning".
 
+use super::experts::{Block, Items};
 use super::params::{Params, emit_div, load_u32};
 use crate::asm::Asm;
 use crate::asm::reg::{Param, Reg};
@@ -105,14 +106,24 @@ pub struct Segment {
     pub end: Reg<B32>,
     /// Runs of a whole tile.
     pub k_tiles: Reg<B32>,
+    /// The rows, if there are experts; else the grid says which.
+    pub block: Option<Block>,
 }
 
 /// What is left of a CTA's stripe after a segment.
 #[derive(Clone, Copy, Debug)]
-pub struct Stripe {
+// A few of them while a kernel is emitted.
+#[allow(clippy::large_enum_variant)]
+pub enum Stripe {
     /// Runs of 128 inputs after the segment, whole tiles that are dealt out apart.
-    left: Reg<B32>,
-    dealt: Option<Dealt>,
+    Runs {
+        /// How many.
+        left: Reg<B32>,
+        /// Those whole tiles.
+        dealt: Option<Dealt>,
+    },
+    /// Items of a product with experts.
+    Items(Items),
 }
 
 /// Emits this CTA's stripe: its first segment and what follows it.
@@ -137,7 +148,8 @@ pub fn emit_stripe(a: &mut Asm, params: &Params) -> (Stripe, Segment) {
     a.min_u32(end, end, k_tiles);
     a.add_u32(left, left, begin);
     a.sub_u32(left, left, end);
-    (Stripe { left, dealt: None }, Segment { stripe_idx, tile, begin, end, k_tiles })
+    let segment = Segment { stripe_idx, tile, begin, end, k_tiles, block: None };
+    (Stripe::Runs { left, dealt: None }, segment)
 }
 
 /// The same for a grid that deals whole tiles out; the stripe is the cluster's where CTAs take tiles together.
@@ -170,19 +182,23 @@ pub fn emit_dealt_stripe(a: &mut Asm, params: &Params, dealt: Dealt) -> (Stripe,
     a.selp_b32(begin, 0u32, begin, no_share);
     a.selp_b32(end, k_tiles, end, no_share);
     a.selp_b32(left, 0u32, left, no_share);
-    let stripe = Stripe { left, dealt: Some(dealt) };
-    (stripe, Segment { stripe_idx, tile, begin, end, k_tiles })
+    let segment = Segment { stripe_idx, tile, begin, end, k_tiles, block: None };
+    (Stripe::Runs { left, dealt: Some(dealt) }, segment)
 }
 
 impl Stripe {
     /// Emits the segment after `segment`: the start of the next tile, empty if nothing is left.
     pub fn emit_next(&self, a: &mut Asm, segment: &Segment) -> Segment {
+        let (left, dealt) = match *self {
+            Stripe::Runs { left, dealt } => (left, dealt),
+            Stripe::Items(items) => return items.emit_next(a, segment),
+        };
         let [tile, begin, end] = a.regs();
         a.add_u32(tile, segment.tile, 1);
         a.mov_b32(begin, 0);
-        a.min_u32(end, self.left, segment.k_tiles);
-        a.sub_u32(self.left, self.left, end);
-        if let Some(dealt) = self.dealt {
+        a.min_u32(end, left, segment.k_tiles);
+        a.sub_u32(left, left, end);
+        if let Some(dealt) = dealt {
             // Once the share is done, the next whole tile, if there is one.
             let (whole, takes) = dealt.emit_whole_after(a, segment);
             let done = a.test_u32(Cmp::Eq, end, 0);
@@ -195,8 +211,12 @@ impl Stripe {
 
     /// Emits whether there is a segment after `segment`, the newest one.
     pub fn emit_has_next(&self, a: &mut Asm, segment: &Segment) -> Reg<Pred> {
-        let more = a.test_u32(Cmp::Ne, self.left, 0);
-        if let Some(dealt) = self.dealt {
+        let (left, dealt) = match *self {
+            Stripe::Runs { left, dealt } => (left, dealt),
+            Stripe::Items(items) => return items.emit_has_next(a),
+        };
+        let more = a.test_u32(Cmp::Ne, left, 0);
+        if let Some(dealt) = dealt {
             let (_, exists) = dealt.emit_whole_after(a, segment);
             a.or_pred(more, more, exists);
         }
@@ -205,7 +225,10 @@ impl Stripe {
 
     /// Emits one value if nothing is left after the newest segment and another if something is.
     pub fn emit_by_rest(&self, a: &mut Asm, value: Reg<B32>, nothing: u32, something: u32) {
-        let last = a.test_u32(Cmp::Eq, self.left, 0);
+        let last = match *self {
+            Stripe::Runs { left, .. } => a.test_u32(Cmp::Eq, left, 0),
+            Stripe::Items(items) => items.emit_is_last(a),
+        };
         a.selp_b32(value, nothing, something, last);
     }
 }
@@ -216,6 +239,9 @@ impl Segment {
         a.mov_b32(self.tile, next.tile);
         a.mov_b32(self.begin, next.begin);
         a.mov_b32(self.end, next.end);
+        if let (Some(block), Some(next)) = (self.block, next.block) {
+            block.emit_become(a, &next);
+        }
         a.test_u32(Cmp::Ne, self.end, 0)
     }
 }

@@ -5,6 +5,7 @@
 //! that users of such kernels met in public.
 
 mod coverage;
+mod experts;
 mod families;
 #[path = "../common/family.rs"]
 mod family;

@@ -78,7 +78,12 @@ fn bad_operands_are_refused_by_name() {
 }
 
 /// Rows `stride` bytes apart. On the emulator nothing lies between them: what is between was freed.
-fn rows_apart(device: &Device, rows: u64, stride: u64, bytes: u64) -> (DevicePtr, Vec<DevicePtr>) {
+pub fn rows_apart(
+    device: &Device,
+    rows: u64,
+    stride: u64,
+    bytes: u64,
+) -> (DevicePtr, Vec<DevicePtr>) {
     let alloc = |bytes| device.backend.alloc(bytes).expect("fits");
     if device.is_gpu() {
         let all = alloc(rows * stride);

@@ -23,9 +23,9 @@ pub struct TypedLayer {
     pub k: usize,
     pub packed: PackedWeights,
     /// `[N][K]`, from the source.
-    dense: Vec<f32>,
+    pub dense: Vec<f32>,
     /// Whether packing rounds its scales.
-    rounds_scales: bool,
+    pub rounds_scales: bool,
 }
 
 impl TypedLayer {
@@ -40,7 +40,7 @@ impl TypedLayer {
     }
 
     /// A layer whose inputs have these groups, of as many as there are; by the group rule without.
-    fn in_order(
+    pub fn in_order(
         format: &'static dyn WeightFormat,
         (n, k): (usize, usize),
         raw: i64,
@@ -104,7 +104,7 @@ impl TypedLayer {
         self.weight(gemm, activation).kind()
     }
 
-    fn weight(&self, gemm: &Gemm, activation: Activation) -> Weight {
+    pub fn weight(&self, gemm: &Gemm, activation: Activation) -> Weight {
         gemm.upload(&self.packed).expect("it fits").with_activation(activation)
     }
 }
@@ -130,13 +130,13 @@ impl Number for bf16 {
 }
 
 /// Numbers of up to a size.
-fn numbers<E: Number>(count: usize, size: f64, random: &mut Random) -> Vec<E> {
+pub fn numbers<E: Number>(count: usize, size: f64, random: &mut Random) -> Vec<E> {
     let of = |_| E::round(size * random.uniform(0.01, 1.0) * random.pick(&[-1.0, 1.0]));
     (0..count).map(of).collect()
 }
 
 /// A NaN of either type that no kernel writes.
-const POISON: u16 = 0x7ff1;
+pub const POISON: u16 = 0x7ff1;
 
 /// One product between poisoned rows and columns, and what is added to it.
 struct Run<'a, E> {

@@ -57,7 +57,7 @@ impl WeightType {
     pub fn kind(&self, activation: Activation) -> Kind {
         let factor = self.format.zero_rule() == ZeroRule::Float;
         let (format, scales) = (self.format.name(), self.scale_row());
-        Kind { format, scales, activation, factor, bias: false, residual: false }
+        Kind { format, scales, activation, factor, ..Kind::U4B8 }
     }
 }
 

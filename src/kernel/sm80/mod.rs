@@ -29,6 +29,7 @@ mod ring;
 use self::ring::Cursor;
 use super::cost::{Cost, CostModel, MmaTerms, Work, of_mma};
 use super::epilogue::{Accumulators, Epilogue, Thread, epilogue_bytes};
+use super::experts::{Block, emit_items};
 use super::params::{Params, load_u32};
 use super::problem::{Config, Conversion, Problem, Rows, Scaling, Start};
 use super::stream::{
@@ -92,9 +93,26 @@ pub fn build(config: &Config, target: SmArch) -> Module {
     let sums_start = if overlaps { (config.stages - 1) * slot_bytes } else { 0 };
     let sums = a.smem.overlay("partial sums (after the loop)", sums_start, sums_bytes);
 
-    let kernel = Sm80::prologue(&mut a, config, geometry, slots, &params, target.sm >= 90);
-    let (stripe, segment) = a.section("stripe", |a| emit_stripe(a, &params));
+    let overlaps_grids = target.sm >= 90;
+    let items = params.optional.experts.map(|experts| {
+        a.section("items", |a| {
+            if overlaps_grids {
+                // The kernel before may be writing the row blocks.
+                a.griddepcontrol_wait();
+            }
+            emit_items(a, params.k_tiles, experts)
+        })
+    });
+    let block = items.and_then(|(_, segment)| segment.block);
+    let kernel = Sm80::prologue(&mut a, config, geometry, slots, &params, (block, overlaps_grids));
+    let (stripe, segment) =
+        items.unwrap_or_else(|| a.section("stripe", |a| emit_stripe(a, &params)));
     let cursor = a.section("stripe", |a| kernel.emit_cursor(a));
+    let end = block.map(|block| {
+        let (end, idle) = (a.label("end"), a.test_u32(Cmp::Eq, block.num_rows, 0));
+        a.when(idle, |a| a.bra(end));
+        end
+    });
     kernel.emit_first_fill(&mut a, &stripe, &segment, &cursor);
     let next_segment = a.label("segment");
     a.bind(next_segment);
@@ -128,6 +146,7 @@ pub fn build(config: &Config, target: SmArch) -> Module {
     a.section("next segment", |a| {
         let more = segment.emit_become(a, &next);
         a.when(more, |a| a.bra(next_segment));
+        end.into_iter().for_each(|end| a.bind(end));
         a.exit();
     });
     a.finish(&config.to_string(), target, config.num_threads(), config.ctas_per_sm)
@@ -147,8 +166,8 @@ struct Sm80<'a> {
     warp_n: Reg<B32>,
     arithmetic: Arithmetic<'a>,
     copies: RowCopies,
-    /// Bytes from the tile's first row of A to the row that each activation copy reads. 32 bits, so that they
-    /// take one register each.
+    /// Bytes from the tile's first row of A to the row that each activation copy reads; with experts that row
+    /// itself. 32 bits, so that they take one register each.
     copy_from: Vec<Reg<B32>>,
     /// Bytes from one row of A to the next.
     row_stride: Reg<B32>,
@@ -167,7 +186,7 @@ impl<'a> Sm80<'a> {
         geometry: Geometry,
         slots: Vec<Slot>,
         params: &Params,
-        overlaps_grids: bool,
+        (block, overlaps_grids): (Option<Block>, bool),
     ) -> Self {
         a.section("who is who", |a| {
             let [smem, tid, lane, warp, team, warp_n] = a.regs();
@@ -177,7 +196,10 @@ impl<'a> Sm80<'a> {
             a.shr_u32(warp, tid, 5);
             a.shr_u32(team, warp, config.warps_n.ilog2());
             a.and_b32(warp_n, warp, config.warps_n - 1);
-            let [row_begin, num_rows] = emit_row_tile(a, config, params);
+            let [row_begin, num_rows] = match block {
+                Some(block) => [block.row_begin, block.num_rows],
+                None => emit_row_tile(a, config, params),
+            };
             let thread = Thread { tid, lane, warp, row_begin, num_rows };
             // Weights: a warp's pieces lie one after the other.
             let [weights_base, weights_lane, scales_lane, quad] = a.regs();
@@ -198,7 +220,10 @@ impl<'a> Sm80<'a> {
             let row_stride = load_u32(a, params.a_stride_bytes);
             let (constants, bias) = Bias::or_constants(a, config, geometry.row_tiles, lane);
             let copies = RowCopies::new(a, config, &geometry, smem, tid, team);
-            let copy_from = copies.emit_from(a, num_rows, row_stride);
+            let copy_from = match block {
+                Some(_) => (0..copies.num_copies).map(|_| a.reg()).collect(),
+                None => copies.emit_from(a, num_rows, row_stride),
+            };
             Self {
                 config,
                 geometry,
@@ -371,6 +396,10 @@ impl super::KernelFamily for Sm80Family {
         config.stages - 1
     }
 
+    fn takes_experts(&self) -> bool {
+        true
+    }
+
     fn cost(&self, config: &Config, problem: &Problem, device: &DeviceSpec, stripe: u32) -> Cost {
         let run = Work::of_run(config);
         let copies = 2.25 * f64::from(config.tiles_per_warp())
@@ -388,8 +417,8 @@ impl super::KernelFamily for Sm80Family {
     }
 
     /// Fitted to what the assembler takes: accumulators, the sums of the groups that live at a time, B
-    /// fragments, two rounds of words, addresses, and what each copy of rows of A keeps; copies by elements
-    /// keep more.
+    /// fragments, two rounds of words, addresses, and what each copy of rows of A keeps; copies by elements, and
+    /// of rows that are looked up, keep more.
     fn registers_needed(&self, config: &Config) -> u32 {
         let accumulators = 4 * config.tiles_per_warp() * config.tile_m.div_ceil(8);
         let sums = match config.group {
@@ -401,9 +430,14 @@ impl super::KernelFamily for Sm80Family {
             _ => 0,
         };
         let batch = 2 * config.tile_m.div_ceil(8);
-        let halves_per_copy = if config.rows == Rows::Element { 11 } else { 5 };
+        let halves_per_copy = match (config.rows, config.kind.experts) {
+            (Rows::Element, _) => 11,
+            (_, true) => 7,
+            (_, false) => 5,
+        };
         let copies = halves_per_copy * config.tile_m.div_ceil(2 * config.warps_n) / 2;
-        accumulators + sums + batch + copies + 8 * config.tiles_per_warp() + 48
+        let items = if config.kind.experts { 8 } else { 0 };
+        accumulators + sums + batch + copies + 8 * config.tiles_per_warp() + 48 + items
     }
 
     fn build(&self, config: &Config, target: SmArch) -> Module {

@@ -44,6 +44,12 @@ impl Sm80<'_> {
     ) {
         a.section("fill the ring", |a| {
             self.emit_rewind(a, stripe, segment, cursor);
+            if let (Some(experts), Some(block)) = (self.params.optional.experts, &segment.block) {
+                // The weights are on their way while the rows are looked up.
+                return self.emit_fill_in_turn(a, cursor, |a| {
+                    experts.emit_tokens(a, &self.copies, block, &self.copy_from);
+                });
+            }
             for slot in 0..self.config.stages - 1 {
                 self.emit_request(a, slot, cursor);
                 a.cp_async_commit_group();
@@ -60,25 +66,30 @@ impl Sm80<'_> {
         segment: &Segment,
         cursor: &Cursor,
     ) {
-        if !self.overlaps_grids {
+        if !self.overlaps_grids || segment.block.is_some() {
             return self.emit_fill(a, stripe, segment, cursor);
         }
         a.section("fill the ring", |a| {
             self.emit_rewind(a, stripe, segment, cursor);
-            let more: Vec<_> = (0..self.config.stages - 1)
-                .map(|slot| {
-                    let more = self.emit_take(a, cursor);
-                    self.emit_request_weights(a, slot, cursor, more);
-                    a.add_u64(cursor.weights, cursor.weights, cursor.weights_step);
-                    more
-                })
-                .collect();
-            a.griddepcontrol_wait();
-            for (slot, more) in more.into_iter().enumerate() {
-                self.emit_request_rows(a, slot as u32, cursor, more);
-                a.cp_async_commit_group();
-            }
+            self.emit_fill_in_turn(a, cursor, Asm::griddepcontrol_wait);
         });
+    }
+
+    /// Requests the first runs: the weights, then, after something else, the activations.
+    fn emit_fill_in_turn(&self, a: &mut Asm, cursor: &Cursor, between: impl FnOnce(&mut Asm)) {
+        let more: Vec<_> = (0..self.config.stages - 1)
+            .map(|slot| {
+                let more = self.emit_take(a, cursor);
+                self.emit_request_weights(a, slot, cursor, more);
+                a.add_u64(cursor.weights, cursor.weights, cursor.weights_step);
+                more
+            })
+            .collect();
+        between(a);
+        for (slot, more) in more.into_iter().enumerate() {
+            self.emit_request_rows(a, slot as u32, cursor, more);
+            a.cp_async_commit_group();
+        }
     }
 
     /// The registers of a cursor.
@@ -116,6 +127,7 @@ impl Sm80<'_> {
         let chunk_bytes = 4 * geometry.tile.bytes;
         let num_columns = load_u32(a, self.params.num_chunk_columns);
         let b_ptr = load_u64(a, self.params.b_ptr);
+        let b_ptr = self.params.emit_base(a, b_ptr, segment.block.as_ref());
         let [warp_column, column, run] = a.regs();
         a.mad_lo_u32(warp_column, segment.tile, config.warps_n, self.warp_n);
         let warps_per_chunk = CHUNK_CHANNELS as u32 / 16 / config.tiles_per_warp();
@@ -138,8 +150,15 @@ impl Sm80<'_> {
         let row_byte = a.reg();
         a.mul_lo_u32(row_byte, first, ROW_BYTES);
         a.mad_lo_u32(row_byte, self.copies.unit, 16, row_byte);
-        a.mad_wide_u32(rows, self.thread.row_begin, self.row_stride, a_ptr);
-        a.mad_wide_u32(rows, row_byte, 1, rows);
+        let first_row = match segment.block {
+            // Rows of the list are looked up.
+            Some(_) => a_ptr,
+            None => {
+                a.mad_wide_u32(rows, self.thread.row_begin, self.row_stride, a_ptr);
+                rows
+            }
+        };
+        a.mad_wide_u32(rows, row_byte, 1, first_row);
         if let Some(left) = row_bytes_left {
             let k = load_u32(a, self.params.k);
             a.add_u32(left, k, k);
@@ -206,10 +225,20 @@ impl Sm80<'_> {
             a.sub_u32(left, left, config.warps_k * ROW_BYTES);
             inside
         });
-        for (c, offset) in self.copy_from.iter().enumerate() {
-            let [wide, from] = a.regs();
-            a.cvt_u64_u32(wide, *offset);
-            a.add_u64(from, cursor.rows, wide);
+        for (c, copy_from) in self.copy_from.iter().enumerate() {
+            let from = match config.kind.experts {
+                false => {
+                    let [wide, from] = a.regs();
+                    a.cvt_u64_u32(wide, *copy_from);
+                    a.add_u64(from, cursor.rows, wide);
+                    from
+                }
+                true => {
+                    let from = a.reg();
+                    a.mad_wide_u32(from, *copy_from, self.row_stride, cursor.rows);
+                    from
+                }
+            };
             let (base, offset) = self.copies.to(c as u32);
             let to = base.at(rows.start + offset).within(rows);
             match (config.rows, inside) {

@@ -306,7 +306,7 @@ impl Finish {
         a.mul_lo_u32(channel, place.column_tile, config.tile_n);
         a.mad_lo_u32(channel, warp_n, 16 * tiles, channel);
         a.add_u32(channel, channel, g);
-        let factor = optional.emit_factor(a);
+        let factor = optional.emit_factor(a, None);
         let pointer = |a: &mut Asm, base: Reg<B64>| {
             let from: Reg<B64> = a.reg();
             a.mad_wide_u32(from, channel, 2, base);

@@ -1,0 +1,242 @@
+//! Products with a stack of experts: a layer of a mixture of experts in one launch.
+//!
+//! ```text
+//! choices of tokens --route--> list of rows by expert, row blocks --matmul_experts--> C, a row for each of the list
+//! ```
+//!
+//! Nothing comes back to the host in between: it knows how many rows there are at most, the device knows whose they
+//! are. An [`Experts`] is the weights, a [`Routing`] the lists' memory, a [`Routed`] what a batch's lists mean for
+//! a product. Experts without a row cost nothing.
+//!
+//! A layer is a product by token ([`Routed`] as it comes), the activation function in the list's order, and a product
+//! [in that order](Routed::in_order), [weighted](Routed::weighted); [`Routing::places_ptr`] says where a token's rows
+//! lie, to add them up.
+
+mod lists;
+mod stack;
+
+use std::collections::HashMap;
+use std::sync::{Arc, RwLock};
+
+use super::operands::access;
+use super::{Error, Gemm, Matrix};
+use crate::backend::{Enqueue, Kernel, Launch, Stream};
+use crate::kernel::experts::ExpertArguments;
+use crate::kernel::experts::select::{ExpertChoice, ExpertProblem};
+use crate::kernel::params::magic;
+use crate::kernel::{Arguments, OptionalArguments, Rows};
+use crate::weights::CHUNK_CHANNELS;
+
+pub use lists::{Choices, List, Routed, Routing};
+pub use stack::Experts;
+
+/// Kernels that were wanted.
+#[derive(Default)]
+pub(super) struct Kernels {
+    route: RwLock<Option<Arc<dyn Kernel>>>,
+    blocks: RwLock<Option<Arc<dyn Kernel>>>,
+    products: RwLock<HashMap<ExpertProblem, PreparedExperts>>,
+}
+
+/// A kernel for experts that is ready to launch, and how.
+#[derive(Clone, Debug)]
+pub struct PreparedExperts {
+    /// The configuration and the grid.
+    pub choice: ExpertChoice,
+    /// The loaded kernel.
+    pub kernel: Arc<dyn Kernel>,
+}
+
+impl Gemm {
+    /// Chooses and compiles the kernels for batches of up to `max_tokens` tokens that choose `top_k` experts each, for
+    /// rows that are whole vectors; those that make the lists too. Kernels of odd row layouts are compiled when first
+    /// used.
+    ///
+    /// # Errors
+    /// If no kernel takes the experts or compilation fails.
+    pub fn prepare_experts(
+        &self,
+        experts: &Experts,
+        max_tokens: u64,
+        top_k: u32,
+    ) -> Result<(), Error> {
+        let routing = lists::Sizes::new(experts.num_experts(), max_tokens, top_k)?;
+        let layout = experts.layout();
+        let rows = Rows::of(layout.n, layout.k);
+        self.route_kernel(None)?;
+        self.blocks_kernel(None)?;
+        for tokens in super::steps(max_tokens) {
+            let tokens = tokens.min(max_tokens);
+            let (tile_m, max_blocks) = routing.blocks(tokens * u64::from(top_k), tokens);
+            self.prepared_experts(&experts.problem(rows, tile_m, max_blocks), None)?;
+        }
+        Ok(())
+    }
+
+    /// Enqueues `c[i][n] = a[token of row i][k] * (expert of row i)` for all rows of a routed list. Rows of C past the
+    /// list's end are not written; with an empty batch nothing is launched.
+    ///
+    /// `a` and `c` are matrices of the type that the experts are for, with the rules of [`Gemm::matmul`]; A has the
+    /// batch's tokens as rows, or the list's rows if it is [in order](Routed::in_order). Each row is the same bits
+    /// whatever its neighbours are, as long as blocks have the same height.
+    ///
+    /// # Errors
+    /// [`Error::Operand`] for a misaligned address, a bad stride, or lists of another number of experts;
+    /// [`Error::NoKernel`]; [`Error::Backend`] if the launch is refused.
+    pub fn matmul_experts(
+        &self,
+        a: Matrix,
+        experts: &Experts,
+        c: Matrix,
+        routed: &Routed<'_>,
+        stream: impl Into<Enqueue>,
+    ) -> Result<(), Error> {
+        let order = stream.into();
+        let rows = self.check_experts(a, experts, c, routed)?;
+        if routed.rows() == 0 {
+            return Ok(());
+        }
+        let problem = experts.problem(rows, routed.tile_m(), routed.max_blocks());
+        let prepared = self.prepared_experts(&problem, Some(order.stream))?;
+        self.launch_experts(&prepared, a, experts, c, routed, order)
+    }
+
+    /// [`Gemm::matmul_experts`] with a kernel of the caller's choice, for benchmarks and tests.
+    ///
+    /// # Errors
+    /// Those of [`Gemm::matmul_experts`], and [`Error::Mismatch`] if the kernel is for other experts or blocks.
+    pub fn matmul_experts_with(
+        &self,
+        prepared: &PreparedExperts,
+        a: Matrix,
+        experts: &Experts,
+        c: Matrix,
+        routed: &Routed<'_>,
+        stream: impl Into<Enqueue>,
+    ) -> Result<(), Error> {
+        let rows = self.check_experts(a, experts, c, routed)?;
+        let config = &prepared.choice.config;
+        let mismatch = |rule: String| Error::Mismatch { config: config.to_string(), rule };
+        if rows > config.rows {
+            return Err(mismatch(format!("rows allow {rows:?} access at most")));
+        }
+        let (kind, group) = (experts.kind(), experts.layout().group);
+        if config.kind != kind || config.group != group || config.tile_m != routed.tile_m() {
+            return Err(mismatch(format!(
+                "the product is of {kind}, group {group}, blocks of {} rows",
+                routed.tile_m()
+            )));
+        }
+        if routed.rows() == 0 {
+            return Ok(());
+        }
+        self.launch_experts(prepared, a, experts, c, routed, stream.into())
+    }
+
+    /// Compiles a configuration of the caller's choice.
+    ///
+    /// # Errors
+    /// If it is not legal on the device or compilation fails.
+    pub fn prepare_expert_choice(&self, choice: ExpertChoice) -> Result<PreparedExperts, Error> {
+        Ok(PreparedExperts { choice, kernel: self.kernel(&choice.config, None)? })
+    }
+
+    fn check_experts(
+        &self,
+        a: Matrix,
+        experts: &Experts,
+        c: Matrix,
+        routed: &Routed<'_>,
+    ) -> Result<Rows, Error> {
+        if routed.num_experts() != experts.num_experts() {
+            let rule = format!(
+                "of {} experts, the weights have {}; make them with Gemm::routing for as many",
+                routed.num_experts(),
+                experts.num_experts()
+            );
+            return Err(Error::Operand { operand: "lists", rule });
+        }
+        let layout = experts.layout();
+        access(layout, (a, layout.k, false), None, c, experts.bias_ptr())
+    }
+
+    /// The prepared kernel of a problem; chosen and compiled now if it was not before.
+    fn prepared_experts(
+        &self,
+        problem: &ExpertProblem,
+        stream: Option<Stream>,
+    ) -> Result<PreparedExperts, Error> {
+        // Grids depend on the exact number of blocks, choices on its size.
+        let slot = ExpertProblem { max_blocks: problem.max_blocks.next_power_of_two(), ..*problem };
+        let device = self.backend.device();
+        let known = self.experts.products.read().expect("no panic holds it").get(&slot).cloned();
+        let mut prepared = match known {
+            Some(prepared) => prepared,
+            None => {
+                let choice = slot.ranked(device)?[0];
+                let kernel = self.kernel(&choice.config, stream)?;
+                let mut table = self.experts.products.write().expect("no panic holds it");
+                table.entry(slot).or_insert(PreparedExperts { choice, kernel }).clone()
+            }
+        };
+        let items =
+            u64::from(problem.n.div_ceil(prepared.choice.config.tile_n)) * problem.max_blocks;
+        prepared.choice.num_ctas = items.min(prepared.choice.num_ctas.into()) as u32;
+        Ok(prepared)
+    }
+
+    fn launch_experts(
+        &self,
+        prepared: &PreparedExperts,
+        a: Matrix,
+        experts: &Experts,
+        c: Matrix,
+        routed: &Routed<'_>,
+        order: Enqueue,
+    ) -> Result<(), Error> {
+        let ExpertChoice { config, num_ctas, .. } = prepared.choice;
+        let layout = experts.layout();
+        let k_tiles = layout.num_k_tiles() as u32;
+        let (n, k) = (layout.n as u32, layout.k as u32);
+        let (k_tiles_magic, k_tiles_shift) = magic(k_tiles);
+        let b_ptr = experts.ptr().0;
+        let arguments = Arguments {
+            a_ptr: a.ptr.0,
+            b_ptr,
+            c_ptr: c.ptr.0,
+            column_scales_ptr: b_ptr + layout.column_scales_offset.unwrap_or(0) as u64,
+            scratch_ptr: 0,
+            locks_ptr: 0,
+            m: routed.rows() as u32,
+            n,
+            k,
+            a_stride_bytes: (2 * a.stride) as u32,
+            c_stride_bytes: (2 * c.stride) as u32,
+            num_chunk_columns: (layout.n_padded / CHUNK_CHANNELS) as u32,
+            k_tiles,
+            num_runs: k_tiles,
+            stripe: k_tiles,
+            k_tiles_magic,
+            k_tiles_shift,
+            stripe_magic: k_tiles_magic,
+            stripe_shift: k_tiles_shift,
+            optional: OptionalArguments {
+                factors_ptr: experts.factors_ptr().0,
+                bias_ptr: experts.bias_ptr().map_or(0, |bias| bias.0),
+                experts: ExpertArguments {
+                    blocks_ptr: routed.blocks_ptr().0,
+                    max_blocks: routed.max_blocks() as u32,
+                    stride: experts.stride_units(),
+                    tokens: routed.tokens(),
+                    row_weights_ptr: routed.row_weights().map(|ptr| ptr.0),
+                    column_tiles: n.div_ceil(config.tile_n),
+                },
+                ..OptionalArguments::default()
+            },
+        };
+        let Enqueue { stream, overlap_previous } = order;
+        let list = arguments.list(&config.kind);
+        let launch = Launch { grid: [num_ctas, 1], args: &list, stream, overlap_previous };
+        Ok(self.backend.launch(&*prepared.kernel, &launch)?)
+    }
+}
