@@ -23,7 +23,7 @@ use crate::backend::{self, Backend, Enqueue, Kernel, Launch, Stream};
 use crate::jit::TuneStore;
 use crate::kernel::select::{self, Choice, step};
 use crate::kernel::{Config, Kind, Plan, Problem, Rows};
-use crate::weights::{Activation, PackedLayout, PackedWeights, WeightFormat};
+use crate::weights::{Activation, PackedLayout, PackedSpec, PackedView, WeightFormat};
 
 pub use memory::{Weight, Workspace};
 pub use operands::Matrix;
@@ -151,11 +151,21 @@ impl Gemm {
     ///
     /// # Errors
     /// If the device has too little memory, or a row of A or C would be longer than kernels address.
-    pub fn upload(&self, packed: &PackedWeights) -> Result<Weight, Error> {
-        let mut weight = self.reserve(packed.layout(), packed.format())?;
-        weight.factor = packed.factor();
+    pub fn upload<'p>(&self, packed: impl Into<PackedView<'p>>) -> Result<Weight, Error> {
+        let packed = packed.into();
+        let weight = self.reserve_for(packed.spec())?;
         self.backend.upload(weight.ptr, packed.bytes())?;
-        if let Some(order) = packed.input_order() {
+        Ok(weight)
+    }
+
+    /// [`Gemm::reserve`] for a weight with its factor and its inputs' order, so that its buffer is all that is missing.
+    ///
+    /// # Errors
+    /// Those of [`Gemm::upload`].
+    pub fn reserve_for(&self, spec: &PackedSpec) -> Result<Weight, Error> {
+        let mut weight = self.reserve(spec.layout(), spec.format())?;
+        weight.factor = spec.factor();
+        if let Some(order) = spec.input_order() {
             weight.gather = self.upload_order(order)?;
         }
         Ok(weight)

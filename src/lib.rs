@@ -6,6 +6,7 @@
 //! |---|---|---|---|
 //! | open | checkpoint on disk | borrowed quantised matrices | [`checkpoint`] |
 //! | pack | codes and scales | one buffer in tile order | [`weights`] |
+//! | store | checkpoint on disk | packed weights on disk, mapped | [`store`] |
 //! | choose | problem, device | configuration, stripe length | [`kernel::select`] |
 //! | emit | configuration | program as data | [`kernel`], [`mod@asm`] |
 //! | verify, print | program | PTX text | [`mod@asm`] |
@@ -70,6 +71,7 @@ pub mod jit;
 pub mod kernel;
 pub mod layout;
 pub mod reference;
+pub mod store;
 pub mod target;
 pub mod weights;
 
@@ -79,6 +81,7 @@ pub use emu::EmuBackend;
 pub use error::{Error, Result};
 pub use gemm::{Gemm, Matrix, Weight, Workspace};
 pub use jit::GpuBackend;
+pub use store::PackedStore;
 pub use weights::PackedWeights;
 
 /// The README's example compiles and runs.

@@ -26,6 +26,8 @@ const PREFIX_BYTES: u64 = 8;
 pub(super) struct Container {
     map: FileMap,
     entries: BTreeMap<String, Entry>,
+    metadata: BTreeMap<String, String>,
+    data_start: usize,
 }
 
 /// Where one tensor lies.
@@ -34,14 +36,14 @@ pub(super) struct Entry {
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<usize>,
     /// Bytes of the file.
-    range: Range<usize>,
+    pub(super) range: Range<usize>,
 }
 
 impl Container {
     pub(super) fn open(path: &Path) -> Result<Self, Error> {
         let map = FileMap::open(path)?;
-        let entries = read_header(path, map.bytes())?;
-        Ok(Self { map, entries })
+        let Header { entries, metadata, data_start } = read_header(path, map.bytes())?;
+        Ok(Self { map, entries, metadata, data_start })
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -60,12 +62,28 @@ impl Container {
         &self.entries
     }
 
+    /// The texts that lie beside the tensors.
+    pub(super) fn metadata(&self) -> &BTreeMap<String, String> {
+        &self.metadata
+    }
+
+    /// Everything before the tensors.
+    pub(super) fn header(&self) -> &[u8] {
+        &self.map.bytes()[..self.data_start]
+    }
+
     pub(super) fn bytes(&self, entry: &Entry) -> &[u8] {
         &self.map.bytes()[entry.range.clone()]
     }
 }
 
-fn read_header(path: &Path, bytes: &[u8]) -> Result<BTreeMap<String, Entry>, Error> {
+struct Header {
+    entries: BTreeMap<String, Entry>,
+    metadata: BTreeMap<String, String>,
+    data_start: usize,
+}
+
+fn read_header(path: &Path, bytes: &[u8]) -> Result<Header, Error> {
     let found = bytes.len() as u64;
     let truncated = |expected| Error::Truncated { path: path.to_owned(), expected, found };
     let header_error = |reason| Error::Header { path: path.to_owned(), reason };
@@ -101,8 +119,11 @@ fn read_header(path: &Path, bytes: &[u8]) -> Result<BTreeMap<String, Entry>, Err
         let extra = found - expected;
         return Err(Error::TrailingBytes { path: path.to_owned(), expected, found, extra });
     }
-    SafeTensors::read_metadata(bytes).map_err(|e| header_error(e.to_string()))?;
-    Ok(entries)
+    let (_, checked) =
+        SafeTensors::read_metadata(bytes).map_err(|e| header_error(e.to_string()))?;
+    let texts = checked.metadata().iter().flatten();
+    let metadata = texts.map(|(name, text)| (name.clone(), text.clone())).collect();
+    Ok(Header { entries, metadata, data_start: data_start as usize })
 }
 
 /// One tensor of the header and the end of its bytes in the file; a reason if it is impossible.

@@ -97,6 +97,16 @@ pub enum Error {
         path: PathBuf,
     },
 
+    /// The files hold packed weights, which are no source of a checkpoint's.
+    #[error(
+        "{} holds weights that are packed already; open it as a packed store",
+        path.display()
+    )]
+    Packed {
+        /// The file or directory.
+        path: PathBuf,
+    },
+
     /// The shard index is not what such a file must be.
     #[error("shard index {}: {reason}", path.display())]
     Index {

@@ -26,6 +26,7 @@ mod awq;
 mod blocks;
 mod config;
 mod container;
+mod discover;
 mod error;
 mod finding;
 mod float4;
@@ -56,11 +57,15 @@ pub use packed::PackQuantized;
 pub use parallel::place;
 pub use plain::Plain;
 pub use safetensors::Dtype;
-pub use shards::{Tensor, Tensors};
+pub(crate) use shards::INDEX;
+pub use shards::{PACKED_KEY, Tensor, Tensors};
 pub use source::Source;
+pub(crate) use source::{check_dtype, check_shape};
 
 use std::fmt;
 use std::path::Path;
+
+use discover::{layers_of, refuse_other_conventions};
 
 use crate::weights::{
     Codes, Group, MatrixParts, QuantMatrix, Quantized, ScaleOrder, ScaleType, Scales, WeightFormat,
@@ -123,6 +128,9 @@ pub trait Convention: fmt::Debug + Sync {
         findings: &mut Vec<Finding>,
     ) -> Result<QuantMatrix<'a>, Error>;
 }
+
+/// How the suffixes of biases end.
+const BIAS: &str = "bias";
 
 /// Every convention that can be read, by name.
 pub const CONVENTIONS: &[&'static dyn Convention] = &[
@@ -245,6 +253,9 @@ impl Checkpoint {
     /// disagree with each other.
     pub fn open(path: &Path) -> Result<Self, Error> {
         let tensors = Tensors::open(path)?;
+        if tensors.are_packed() {
+            return Err(Error::Packed { path: path.to_owned() });
+        }
         let config = QuantConfig::read(tensors.directory())?;
         let method = config.method.as_deref();
         refused::check(&config, &tensors)?;
@@ -386,6 +397,26 @@ impl Checkpoint {
         &self.tensors
     }
 
+    /// The tensors that hold a layer's weight, those of its stack if it is one of several experts; not its bias.
+    pub fn tensors_of(&self, layer: &LayerInfo) -> impl Iterator<Item = Tensor<'_>> {
+        self.existing(layer, |suffix| !suffix.ends_with(BIAS))
+    }
+
+    /// The layer's bias `[N]`, or that of its stack of experts, `[experts][N]`.
+    pub fn bias_of(&self, layer: &LayerInfo) -> Option<Tensor<'_>> {
+        self.existing(layer, |suffix| suffix.ends_with(BIAS)).next()
+    }
+
+    fn existing(
+        &self,
+        layer: &LayerInfo,
+        wanted: fn(&str) -> bool,
+    ) -> impl Iterator<Item = Tensor<'_>> {
+        let suffixes = convention_of(layer).layer_suffixes().iter();
+        let names = suffixes.filter(move |suffix| wanted(suffix));
+        names.filter_map(|suffix| self.tensors.get(&format!("{}{suffix}", layer.stem())))
+    }
+
     /// The quantisation configuration.
     pub fn config(&self) -> &QuantConfig {
         &self.config
@@ -408,14 +439,7 @@ impl Checkpoint {
         if let Ok(at) = self.layers.binary_search_by(|layer| layer.name.as_str().cmp(name)) {
             return Ok(&self.layers[at]);
         }
-        // The layer that shares the longest end with the wanted name: prefixes of whole models are
-        // what people leave out.
-        let shared = |layer: &&LayerInfo| {
-            let pairs = layer.name.bytes().rev().zip(name.bytes().rev());
-            pairs.take_while(|(a, b)| a == b).count()
-        };
-        let nearest = self.layers.iter().max_by_key(shared).map(|layer| layer.name.clone());
-        Err(Error::NoLayer { name: name.to_owned(), nearest })
+        Err(no_layer(name, self.layers.iter().map(|layer| layer.name.as_str())))
     }
 
     fn scales_tensor(&self, info: &LayerInfo) -> String {
@@ -423,73 +447,18 @@ impl Checkpoint {
     }
 }
 
+/// The refusal of a name, with the layer that shares the longest end with it: prefixes of whole models are what people
+/// leave out.
+pub(crate) fn no_layer<'n>(name: &str, layers: impl Iterator<Item = &'n str>) -> Error {
+    let shared = |layer: &&str| {
+        let pairs = layer.bytes().rev().zip(name.bytes().rev());
+        pairs.take_while(|(a, b)| a == b).count()
+    };
+    let nearest = layers.max_by_key(shared).map(str::to_owned);
+    Error::NoLayer { name: name.to_owned(), nearest }
+}
+
 fn convention_of(layer: &LayerInfo) -> &'static dyn Convention {
     let of_name = CONVENTIONS.iter().find(|convention| convention.name() == layer.convention);
     *of_name.expect("a layer's convention is a registered one")
-}
-
-/// The sources of a convention's layers: one for each stem with the marker, or for each of its
-/// experts.
-fn sources_of<'c, 'a>(
-    convention: &'static dyn Convention,
-    config: &'c QuantConfig,
-    tensors: &'a Tensors,
-) -> impl Iterator<Item = Source<'c, 'a>>
-where
-    'a: 'c,
-{
-    tensors.names().flat_map(move |name| {
-        let stem = name.strip_suffix(convention.marker_suffix());
-        let tensor = stem.and_then(|_| tensors.get(name));
-        let num_experts = tensor.and_then(|tensor| {
-            let is_stack = tensor.shape.len() == convention.marker_dims() + 1;
-            is_stack.then(|| tensor.shape[0]).filter(|&num_experts| num_experts > 0)
-        });
-        // An empty tensor may claim any number of experts: one is enough to refuse it.
-        let is_empty = tensor.is_none_or(|tensor| tensor.bytes.is_empty());
-        let count = if is_empty { 1 } else { num_experts.unwrap_or(1) };
-        let experts = stem.into_iter().flat_map(move |stem| {
-            (0..count).map(move |expert| {
-                let expert = num_experts.map(|num_experts| (expert, num_experts));
-                Source { config, tensors, stem, expert }
-            })
-        });
-        experts.filter(|source| convention.recognises(source))
-    })
-}
-
-fn layers_of(
-    convention: &'static dyn Convention,
-    config: &QuantConfig,
-    tensors: &Tensors,
-) -> Result<Vec<LayerInfo>, Error> {
-    sources_of(convention, config, tensors).map(|source| convention.describe(&source)).collect()
-}
-
-/// Refuses tensors that are quantised by a convention of another label.
-fn refuse_other_conventions(config: &QuantConfig, tensors: &Tensors) -> Result<(), Error> {
-    let method = config.method.as_deref();
-    let others = CONVENTIONS.iter().filter(|other| {
-        // Plain weights lie beside quantised ones in every checkpoint.
-        other.method().is_some() && other.method() != method
-    });
-    for other in others {
-        // fp8's two labels have the same tensors.
-        let same_tensors = |own: &&&'static dyn Convention| {
-            own.method() == method && own.marker_suffix() == other.marker_suffix()
-        };
-        let mut found = sources_of(*other, config, tensors).filter(|source| {
-            !CONVENTIONS.iter().filter(same_tensors).any(|own| own.recognises(source))
-        });
-        if let Some(source) = found.next() {
-            let label = match method {
-                Some(method) => format!("quant_method {method}"),
-                None => "nothing of a quantisation".to_owned(),
-            };
-            let tensor = format!("{}{}", source.stem, other.marker_suffix());
-            let (path, found) = (config.path.clone(), other.name());
-            return Err(Error::LabelDisagrees { path, label, found, tensor });
-        }
-    }
-    Ok(())
 }

@@ -6,6 +6,7 @@
 //! shard. A safetensors file that the index does not name is left alone and reported.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
@@ -13,8 +14,11 @@ use serde_json::Value;
 use super::container::Container;
 use super::{Dtype, Error, Finding};
 
-const INDEX: &str = "model.safetensors.index.json";
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
 const SINGLE: &str = "model.safetensors";
+
+/// The text beside tensors that says that they are packed weights, and by which version of the file format.
+pub const PACKED_KEY: &str = "makaira.store";
 
 /// The tensors of one checkpoint, borrowed from its files.
 #[derive(Debug)]
@@ -114,6 +118,33 @@ impl Tensors {
         Some(Tensor { name, dtype, shape, bytes: shard.bytes(entry) })
     }
 
+    /// Whether some file says that it holds packed weights.
+    pub fn are_packed(&self) -> bool {
+        self.shards.iter().any(|shard| shard.metadata().contains_key(PACKED_KEY))
+    }
+
+    /// Where the tensor of that name lies: which of [`Tensors::files`], and its bytes in it.
+    pub fn place(&self, name: &str) -> Option<(usize, Range<usize>)> {
+        let &shard = self.shard_of.get(name)?;
+        Some((shard, self.shards[shard].entries()[name].range.clone()))
+    }
+
+    /// The texts that lie beside the tensors of a file, by the file's place among [`Tensors::files`].
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn metadata(&self, file: usize) -> &BTreeMap<String, String> {
+        self.shards[file].metadata()
+    }
+
+    /// The bytes of a file that come before its tensors, by the file's place among [`Tensors::files`].
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn header(&self, file: usize) -> &[u8] {
+        self.shards[file].header()
+    }
+
     /// Every tensor's name, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.shard_of.keys().map(String::as_str)
@@ -139,7 +170,7 @@ impl Tensors {
     }
 
     /// [`Tensors::check_unchanged`] where a file is known to have shrunk; costs nothing otherwise.
-    pub(super) fn check_lost(&self) -> Result<(), Error> {
+    pub(crate) fn check_lost(&self) -> Result<(), Error> {
         let mut lost = self.shards.iter().filter(|shard| shard.map().is_lost());
         lost.try_for_each(|shard| shard.map().check())
     }

@@ -98,7 +98,7 @@ pub(super) fn scale_type(dtype: Dtype) -> ScaleType {
     }
 }
 
-pub(super) fn check_dtype(tensor: &Tensor<'_>, expected: &[Dtype]) -> Result<(), Error> {
+pub(crate) fn check_dtype(tensor: &Tensor<'_>, expected: &[Dtype]) -> Result<(), Error> {
     if expected.contains(&tensor.dtype) {
         return Ok(());
     }
@@ -106,7 +106,7 @@ pub(super) fn check_dtype(tensor: &Tensor<'_>, expected: &[Dtype]) -> Result<(),
     Err(Error::TensorDtype { tensor, expected: expected.to_vec(), found })
 }
 
-pub(super) fn check_shape(tensor: &Tensor<'_>, expected: &[usize]) -> Result<(), Error> {
+pub(crate) fn check_shape(tensor: &Tensor<'_>, expected: &[usize]) -> Result<(), Error> {
     if tensor.shape == expected {
         Ok(())
     } else {

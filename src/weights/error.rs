@@ -200,6 +200,59 @@ pub enum Error {
         rule: &'static str,
     },
 
+    /// The order of a packed weight's inputs is none.
+    #[error("the order of the packed inputs is none: {reason}")]
+    Order {
+        /// What is wrong with it.
+        reason: String,
+    },
+
+    /// A packed weight cannot be cut evenly for so many ranks.
+    #[error(
+        "{size} {axis} cannot be cut into {ranks} equal parts of whole runs of {unit}; the numbers of ranks that do are \
+         {}",
+        list(possible)
+    )]
+    Ranks {
+        /// What is cut: outputs, inputs, or packed inputs of an order of their own.
+        axis: &'static str,
+        /// How many there are.
+        size: usize,
+        /// What parts are made of.
+        unit: usize,
+        /// The ranks that were asked for.
+        ranks: usize,
+        /// The numbers of ranks that are possible, up to 64.
+        possible: Vec<usize>,
+    },
+
+    /// There is no such rank.
+    #[error("rank {rank} of {ranks}: ranks are numbered from 0 to one less than their number")]
+    Rank {
+        /// The rank that was asked for.
+        rank: usize,
+        /// The number of ranks.
+        ranks: usize,
+    },
+
+    /// A part of a packed weight that does not consist of whole chunks.
+    #[error(
+        "{axis} {start} to {end} of {size} are no part of a packed weight: parts start and end at multiples of {unit}, or \
+         at the end, and are not empty"
+    )]
+    Part {
+        /// What is cut: outputs or packed inputs.
+        axis: &'static str,
+        /// The first.
+        start: usize,
+        /// One past the last.
+        end: usize,
+        /// How many there are.
+        size: usize,
+        /// What parts are made of.
+        unit: usize,
+    },
+
     /// The quantiser met a value that has no nearest code.
     #[error(
         "the weight at row {row} (output), column {column} (input) is {value}: only finite weights \
@@ -213,6 +266,10 @@ pub enum Error {
         /// The value found.
         value: f32,
     },
+}
+
+fn list(numbers: &[usize]) -> String {
+    numbers.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
 }
 
 fn rows_text(scale_rows: Option<usize>) -> String {

@@ -112,7 +112,7 @@ impl PackedWeights {
             // Nibble 0 of a Marlin word is (k, n) = (2c, g) of its 16 x 16 tile, and so is ours.
             let (k, n) = (16 * kt + 2 * (lane % 4), in_row / STRIP_WORDS * 64 + 16 * j + lane / 4);
             let at = layout.code_bit(k, n) / 8;
-            *word = swap_nibbles(self.word(at));
+            *word = swap_nibbles(self.view().word(at));
         }
         let mut s = vec![f16::ZERO; layout.num_groups() * n];
         for group_idx in 0..layout.num_groups() {

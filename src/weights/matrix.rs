@@ -314,18 +314,7 @@ impl<'a> QuantMatrix<'a> {
     /// [`Error::Unpackable`] for what no kernel takes, [`Error::ScaleRange`] and [`Error::GlobalScale`] for
     /// scales that would lose more than fp16 does, and those of the layout.
     pub fn check_packable(&self) -> Result<(), Error> {
-        super::pack::Plan::of(self).map(|_| ())
-    }
-
-    /// Refuses what no kernel takes, whatever the scales are.
-    pub(super) fn check_kernels(&self) -> Result<(), Error> {
-        let format = self.parts.format;
-        let refuse = |what: String, rule| Err(Error::Unpackable { what, rule });
-        if format.fragments().is_none() {
-            let what = format!("a weight of type {}", format.name());
-            return refuse(what, "no kernel takes the type");
-        }
-        Ok(())
+        super::Packing::of(self).map(|_| ())
     }
 }
 

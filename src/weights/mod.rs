@@ -2,8 +2,9 @@
 //!
 //! This room owns the weight types (one file each, listed in [`FORMATS`]), the group rule
 //! ([`Group`]), the packed layout ([`PackedLayout`], drawn in its module), the packer and its
-//! inverse ([`PackedWeights`]), the conversion from and to the tensors of the original Marlin
-//! kernel, and a round-to-nearest quantiser. It relies on nothing but `half` and `bytemuck`; it
+//! inverse ([`PackedWeights`]), the parts that a packed weight can be cut into ([`Shard`]), the
+//! conversion from and to the tensors of the original Marlin kernel, and a round-to-nearest
+//! quantiser. It relies on nothing but `half` and `bytemuck`; it
 //! never opens a file (`checkpoint` does) and never emits a kernel (`kernel` does).
 //!
 //! Invariant: unpacking what was packed gives back every code and the bits of every scale, for any
@@ -30,8 +31,11 @@ mod marlin;
 mod matrix;
 mod order;
 mod pack;
+mod packed;
 mod packed_layout;
+mod part;
 mod quantize;
+mod restore;
 mod scale_rule;
 mod scales;
 mod u4;
@@ -48,12 +52,15 @@ pub use group::Group;
 pub use marlin::MarlinTensors;
 pub use matrix::{Codes, MatrixParts, QuantMatrix};
 pub use order::InputOrder;
-pub use pack::{PackedWeights, Unpacked, default_threads};
+pub use pack::{Packing, default_threads};
+pub use packed::{Inputs, PackedSpec, PackedView, PackedWeights, Unpacked};
 pub use packed_layout::{
-    CHUNK_CHANNELS, CODE_BYTES_PER_TILE, K16_STEPS_PER_HALF, PackedLayout, SCALE_ROW_BYTES,
-    ScaleRow, TILE_CHANNELS, TILE_K, TileKind,
+    CHUNK_CHANNELS, CODE_BYTES_PER_TILE, K16_STEPS_PER_HALF, LAYOUT_VERSION, PackedLayout,
+    SCALE_ROW_BYTES, ScaleRow, TILE_CHANNELS, TILE_K, TileKind,
 };
+pub use part::{Part, Shard};
 pub use quantize::{Dense, Quantized, quantize};
+pub use restore::Restored;
 pub use scales::{SCALE_BLOCK, ScaleOrder, ScaleType, Scales};
 pub use u4::U4;
 pub use u4b8::U4B8;

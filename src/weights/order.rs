@@ -5,6 +5,8 @@
 //! the activations in this order and takes zeros for those. Any indices are taken: a part of a layer's inputs (a shard of
 //! a row-parallel layer) has groups of any size, and refers to the scales of the whole.
 
+use std::ops::Range;
+
 use super::{Error, Group, QuantMatrix, TILE_K, TileKind};
 
 /// Where packed inputs and groups come from.
@@ -12,7 +14,7 @@ use super::{Error, Group, QuantMatrix, TILE_K, TileKind};
 pub struct InputOrder {
     /// Inputs of the source.
     k: usize,
-    /// The source's input of each packed one.
+    /// The source's input of each packed one; a part lacks those of others.
     inputs: Vec<u32>,
     /// The source's group of each packed one.
     groups: Vec<u32>,
@@ -91,12 +93,82 @@ impl InputOrder {
             && self.inputs.iter().enumerate().all(|(at, input)| at == *input as usize)
     }
 
-    /// The packed place of each input of the source.
-    pub fn places(&self) -> Vec<usize> {
-        let mut places = vec![0; self.k];
+    /// The packed place of each input of the source, none of those that a part leaves to others.
+    pub fn places(&self) -> Vec<Option<usize>> {
+        let mut places = vec![None; self.k];
         for (place, input) in self.inputs.iter().enumerate().filter(|(_, i)| **i != Self::NONE) {
-            places[*input as usize] = place;
+            places[*input as usize] = Some(place);
         }
         places
+    }
+
+    /// An order that somebody wrote down: the inputs of the source, the source's input of each packed one and its group
+    /// of each packed group.
+    ///
+    /// # Errors
+    /// [`Error::Order`] unless every input of the source is there exactly once.
+    pub fn from_parts(k: usize, inputs: Vec<u32>, groups: Vec<u32>) -> Result<Self, Error> {
+        let refuse = |reason| Err(Error::Order { reason });
+        if k > inputs.len() {
+            return refuse(format!("{} places for {k} inputs", inputs.len()));
+        }
+        let mut seen = vec![false; k];
+        for (place, &input) in inputs.iter().enumerate().filter(|(_, i)| **i != Self::NONE) {
+            match seen.get_mut(input as usize) {
+                None => {
+                    return refuse(format!("place {place} is of input {input}, there are {k}"));
+                }
+                Some(true) => {
+                    return refuse(format!("place {place} is of input {input}, which has one"));
+                }
+                Some(seen) => *seen = true,
+            }
+        }
+        match seen.iter().position(|seen| !seen) {
+            Some(input) => refuse(format!("input {input} of {k} has no place")),
+            None => Ok(Self { k, inputs, groups }),
+        }
+    }
+
+    /// Refuses an order of another number of packed groups.
+    pub(super) fn check_groups(&self, num_groups: usize) -> Result<(), Error> {
+        let found = self.groups.len();
+        if found == num_groups {
+            return Ok(());
+        }
+        Err(Error::Order { reason: format!("it has {found} groups, packed are {num_groups}") })
+    }
+
+    /// The order of a run of packed inputs; it is still one of all of the source's.
+    pub(super) fn part(&self, inputs: Range<usize>, group: Group) -> Self {
+        let groups = match group {
+            Group::PerColumn => 0..1,
+            Group::Size(size) => inputs.start / size as usize..inputs.end.div_ceil(size as usize),
+        };
+        Self {
+            k: self.k,
+            inputs: self.inputs[inputs].to_vec(),
+            groups: self.groups[groups].to_vec(),
+        }
+    }
+
+    /// The source's inputs that there are, ascending.
+    pub fn columns(&self) -> Vec<u32> {
+        let mut columns: Vec<u32> =
+            self.inputs.iter().copied().filter(|input| *input != Self::NONE).collect();
+        columns.sort_unstable();
+        columns
+    }
+
+    /// The order for activations that have no other columns than [`InputOrder::columns`], in that order.
+    #[must_use]
+    pub fn on_own_columns(mut self) -> Self {
+        let columns = self.columns();
+        for input in self.inputs.iter_mut().filter(|input| **input != Self::NONE) {
+            let at = columns.binary_search(input).expect("the columns are those of the order");
+            *input = at as u32;
+        }
+        self.k = columns.len();
+        self
     }
 }

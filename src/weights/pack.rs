@@ -1,13 +1,14 @@
-//! Packing and unpacking: from any source order to the packed layout and back.
+//! Packing: from any source order to the packed layout.
 //!
 //! The packer fills whole chunks. Every source first yields, for each tile, *column words*: the
 //! codes of neighbouring inputs of one channel, eight of 4 bits or four of 8, the lowest first (the word GPTQ stores).
 //! Sixteen or 32 by sixteen of them are a tile, and a fixed shuffle makes the tile's words out of them;
-//! no index is divided per code. Then the weight type orders the bits of its codes. Marlin's words are permuted directly. Chunks are independent, so
-//! threads take equal runs of them.
+//! no index is divided per code. Then the weight type orders the bits of its codes. Marlin's words are permuted
+//! directly. Chunks are independent: threads take equal runs of them, and [`Packing`] fills any run wherever its caller wants it,
+//! for a whole weight or a part of one.
 //!
-//! The inverse, [`PackedWeights::unpack`], does not share the shuffle: it asks [`PackedLayout`] for
-//! every position. A mistake in one of the two cannot cancel in the other.
+//! The inverse, [`PackedView::unpack`](super::PackedView::unpack), does not share the shuffle: it asks [`PackedLayout`]
+//! for every position. A mistake in one of the two cannot cancel in the other.
 
 use half::f16;
 
@@ -16,51 +17,43 @@ use super::packed_layout::{
     CHUNK_CHANNELS, PackedLayout, SCALE_ROW_BYTES, ScaleRow, TILE_CHANNELS, TILE_K, TileKind,
 };
 use super::scale_rule::{ScaleRule, power, scale_of_bits};
-use super::{Codes, Error, Fragments, Group, InputOrder, QuantMatrix, WeightFormat};
-
-/// A weight in the packed layout, ready to be uploaded in one piece.
-#[derive(Clone, Debug)]
-pub struct PackedWeights {
-    layout: PackedLayout,
-    format: &'static dyn WeightFormat,
-    /// What every weight is multiplied by beside its scale.
-    factor: f32,
-    /// Where inputs and groups come from, if not from the same place in the source.
-    order: Option<InputOrder>,
-    /// The buffer, in 16-byte units so that it is aligned for any vector access.
-    data: Vec<u128>,
-}
-
-/// What [`PackedWeights::unpack`] gives back.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Unpacked {
-    /// One code a byte, `[K][N]`.
-    pub codes: Vec<u8>,
-    /// Scales as the rows hold them, `[groups][N]`: those of the source less [`PackedWeights::factor`].
-    pub scales: Vec<f16>,
-    /// Zeros, `[groups][N]`, if the type stores zeros.
-    pub zeros: Option<Vec<u8>>,
-}
+use super::{
+    Codes, Error, Fragments, Group, InputOrder, PackedSpec, PackedWeights, Part, QuantMatrix,
+};
 
 /// The number of threads that packing and quantising should use here: one per available core.
 pub fn default_threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// What packing a matrix comes to.
-pub(super) struct Plan {
-    layout: PackedLayout,
+/// A matrix and what packing it comes to: the work of [`PackedWeights::pack`], for callers that want the buffer in
+/// pieces, or only that of a part.
+#[derive(Debug)]
+pub struct Packing<'a> {
+    matrix: QuantMatrix<'a>,
+    spec: PackedSpec,
     rule: ScaleRule,
-    factor: f32,
-    order: Option<InputOrder>,
+    /// The part's first input and output in the matrix, the input only if inputs lie in the source's order.
+    origin: (usize, usize),
+    fragments: &'static dyn Fragments,
+    /// The padding code in all of a word's fields.
+    padding: u32,
 }
 
-impl Plan {
-    /// The plan of a matrix; refuses what cannot be packed.
-    pub(super) fn of(matrix: &QuantMatrix<'_>) -> Result<Self, Error> {
-        matrix.check_kernels()?;
+impl<'a> Packing<'a> {
+    /// The packing of a matrix. Reads its scales and group indices.
+    ///
+    /// # Errors
+    /// [`Error::Unpackable`] for what no kernel takes, [`Error::ScaleRange`] and [`Error::GlobalScale`] for scales that
+    /// do not go together, and [`Error::Size`].
+    pub fn of(matrix: &QuantMatrix<'a>) -> Result<Self, Error> {
+        let format = matrix.format();
+        let Some(fragments) = format.fragments() else {
+            let what = format!("a weight of type {}", format.name());
+            return Err(Error::Unpackable { what, rule: "no kernel takes the type" });
+        };
         let rule = ScaleRule::of(matrix)?;
-        let kind = TileKind::of(matrix.format(), rule.row);
+        let kind = TileKind::of(format, rule.row);
         let sizes = match rule.row {
             ScaleRow::F16 => &Group::SIZES[..],
             ScaleRow::E5m3 => &[16, 32],
@@ -76,200 +69,77 @@ impl Plan {
         if !factor.is_normal() {
             return Err(Error::GlobalScale { value: factor });
         }
-        Ok(Self { layout, rule, factor, order: order.map(|(order, _)| order) })
-    }
-}
-
-impl PackedWeights {
-    /// Packs a matrix with up to `threads` threads; the result does not depend on their number.
-    ///
-    /// # Errors
-    /// [`Error::Unpackable`] for what no kernel takes, [`Error::ScaleRange`] for scales that do not go together, and
-    /// [`Error::Size`].
-    pub fn pack(matrix: &QuantMatrix<'_>, threads: usize) -> Result<Self, Error> {
-        let (mut packed, rule) = Self::zeroed(matrix)?;
-        let layout = packed.layout;
-        let words: &mut [u32] = bytemuck::cast_slice_mut(&mut packed.data);
-        let (chunks, tail) = words.split_at_mut(layout.codes_bytes / 4);
-        let chunk_words = layout.chunk_bytes / 4;
-        let per_thread = layout.num_chunks().div_ceil(threads.max(1));
-        let packer = Packer::new(matrix, &layout, rule, packed.order.as_ref());
-        std::thread::scope(|scope| {
-            for (run_idx, run) in chunks.chunks_mut(per_thread * chunk_words).enumerate() {
-                let (packer, first) = (&packer, run_idx * per_thread);
-                let mut work = move || {
-                    for (idx, chunk) in run.chunks_exact_mut(chunk_words).enumerate() {
-                        packer.pack_chunk(first + idx, chunk);
-                    }
-                };
-                if per_thread == layout.num_chunks() {
-                    work();
-                } else {
-                    scope.spawn(work);
-                }
-            }
-        });
-        if let Some(offset) = layout.column_scales_offset {
-            let halves: &mut [u16] = bytemuck::cast_slice_mut(tail);
-            let first = (offset - layout.codes_bytes) / 2;
-            for (n, half) in halves[first..first + layout.n].iter_mut().enumerate() {
-                *half = (packer.scale_bits(0, n) as u16).to_le();
-            }
-        }
-        Ok(packed)
-    }
-
-    fn zeroed(matrix: &QuantMatrix<'_>) -> Result<(Self, ScaleRule), Error> {
-        let Plan { layout, rule, factor, order } = Plan::of(matrix)?;
-        let data = vec![0; layout.total_bytes / size_of::<u128>()];
-        Ok((Self { layout, format: matrix.format(), factor, order, data }, rule))
-    }
-
-    /// Sizes and positions.
-    pub fn layout(&self) -> &PackedLayout {
-        &self.layout
-    }
-
-    /// The weight type.
-    pub fn format(&self) -> &'static dyn WeightFormat {
-        self.format
-    }
-
-    /// The buffer, aligned to 16 bytes: what the device receives.
-    pub fn bytes(&self) -> &[u8] {
-        bytemuck::cast_slice(&self.data)
-    }
-
-    /// The little-endian word at byte `at` of the buffer.
-    pub(super) fn word(&self, at: usize) -> u32 {
-        let bytes = self.bytes();
-        u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
-    }
-
-    /// What every weight is multiplied by, beside its scale: a global scale of the source, and the power of two that
-    /// the scale rows lack.
-    pub fn factor(&self) -> f32 {
-        self.factor
-    }
-
-    /// Where packed inputs come from, if they do not lie in the source's order. Indices of the methods below are those of
-    /// packed inputs and groups, but for [`PackedWeights::unpack`] and [`PackedWeights::dequantize`].
-    pub fn input_order(&self) -> Option<&InputOrder> {
-        self.order.as_ref()
-    }
-
-    /// Inputs of the source: columns of the activations.
-    pub fn source_inputs(&self) -> usize {
-        self.order.as_ref().map_or(self.layout.k, InputOrder::source_inputs)
-    }
-
-    /// The packed place of each input of the source.
-    fn places(&self) -> Vec<usize> {
-        match &self.order {
-            Some(order) => order.places(),
-            None => (0..self.layout.k).collect(),
-        }
-    }
-
-    /// The code of input `k` and output `n`, both below the padded sizes.
-    pub fn code(&self, k: usize, n: usize) -> u8 {
-        let bit = self.layout.code_bit(k, n);
-        let word = self.fragments().restore(self.word(bit / 32 * 4));
-        (word >> (bit % 32)) as u8 & (0xff >> (8 - self.format.bits()))
-    }
-
-    fn fragments(&self) -> &'static dyn Fragments {
-        self.format.fragments().expect("what no kernel converts is not packed")
-    }
-
-    fn half(&self, at: usize) -> u16 {
-        u16::from_le_bytes([self.bytes()[at], self.bytes()[at + 1]])
-    }
-
-    /// The scale of group `group_idx` and output `n`, both below the padded counts, as the row holds it: without
-    /// [`PackedWeights::factor`].
-    pub fn scale(&self, group_idx: usize, n: usize) -> f16 {
-        let at = self.layout.scale_byte(group_idx, n);
-        match (self.layout.group, self.layout.kind.scales) {
-            (Group::Size(_), ScaleRow::E5m3) => {
-                scale_of_bits(ScaleRow::E5m3, self.bytes()[at].into())
-            }
-            _ => scale_of_bits(ScaleRow::F16, self.half(at)),
-        }
-    }
-
-    /// The zero of the group of input `k` and of output `n`, both below the padded sizes, if zeros are stored.
-    pub fn zero(&self, k: usize, n: usize) -> Option<u8> {
-        let at = self.layout.zero_byte(k, n)?;
-        let base = self.fragments().zero_bases()?.f16[n % TILE_CHANNELS / 8];
-        Some((f16::from_bits(self.half(at)).to_f32() - base) as u8)
-    }
-
-    /// Every code in the source's order, the bits of every scale and every zero, without the padding. Scales and zeros
-    /// are those of packed groups.
-    pub fn unpack(&self) -> Unpacked {
-        let (n, places) = (self.layout.n, self.places());
-        let num_groups = self.layout.num_groups();
-        let codes = (0..places.len() * n).map(|i| self.code(places[i / n], i % n)).collect();
-        let scales = (0..num_groups * n).map(|i| self.scale(i / n, i % n)).collect();
-        let per_group = self.layout.group.raw().max(0) as usize;
-        let zeros = (0..num_groups * n).map(|i| self.zero(i / n * per_group, i % n)).collect();
-        Unpacked { codes, scales, zeros }
-    }
-
-    /// The weights, `[N][K]`: the decoded code less its zero, times its scale, times the factor. Before the factor the
-    /// product is exact in f32 (at most 9 significant bits times 11), so where that is a power of two it is also the
-    /// f64 reference.
-    pub fn dequantize(&self) -> Vec<f32> {
-        let values: Vec<f32> =
-            (0..self.format.num_codes()).map(|code| self.format.decode(code as u8)).collect();
-        let places = self.places();
-        let mut dense = Vec::with_capacity(self.layout.n * places.len());
-        for n in 0..self.layout.n {
-            for &k in &places {
-                let scale = self.scale(self.layout.group.index_of(k), n).to_f32();
-                let zero = self.zero(k, n).map_or(0.0, f32::from);
-                let value = values[usize::from(self.code(k, n))] - zero;
-                dense.push(value * scale * self.factor);
-            }
-        }
-        dense
-    }
-}
-
-/// What packing a chunk wants to know.
-struct Packer<'a> {
-    matrix: &'a QuantMatrix<'a>,
-    layout: &'a PackedLayout,
-    rule: ScaleRule,
-    order: Option<&'a InputOrder>,
-    fragments: &'static dyn Fragments,
-    /// The padding code in all of a word's fields.
-    padding: u32,
-}
-
-impl<'a> Packer<'a> {
-    fn new(
-        matrix: &'a QuantMatrix<'a>,
-        layout: &'a PackedLayout,
-        rule: ScaleRule,
-        order: Option<&'a InputOrder>,
-    ) -> Self {
-        let format = matrix.format();
+        let spec = PackedSpec { layout, format, factor, order: order.map(|(order, _)| order) };
         // A one in every field: the sum of 16^p, or of 256^p.
         let ones = if format.bits() == 4 { 0x1111_1111 } else { 0x0101_0101 };
-        let fragments = format.fragments().expect("what no kernel converts is not packed");
         let padding = u32::from(format.padding_code()) * ones;
-        Self { matrix, layout, rule, order, fragments, padding }
+        Ok(Self { matrix: *matrix, spec, rule, origin: (0, 0), fragments, padding })
+    }
+
+    /// The packing of a part. Its buffer is what a [`Shard`](super::Shard) cut from the whole packed weight is.
+    ///
+    /// # Errors
+    /// Those of [`PackedSpec::part`].
+    pub fn part(&self, part: &Part) -> Result<Self, Error> {
+        let spec = self.spec.part(part)?;
+        let k0 = if spec.order.is_some() { 0 } else { part.inputs.start };
+        let Self { matrix, rule, fragments, padding, .. } = *self;
+        let origin = (self.origin.0 + k0, self.origin.1 + part.outputs.start);
+        Ok(Self { matrix, spec, rule, origin, fragments, padding })
+    }
+
+    /// What comes out.
+    pub fn spec(&self) -> &PackedSpec {
+        &self.spec
+    }
+
+    /// Whether the rows hold every scale exactly, up to the factor. Only f32 scales are rounded.
+    pub fn scales_are_exact(&self) -> bool {
+        let (matrix, unit) = (&self.matrix, power(-self.rule.exponent));
+        (0..matrix.num_groups()).all(|group_idx| {
+            (0..matrix.n()).all(|n| {
+                let scale = f64::from(matrix.scale(group_idx, n));
+                let bits = self.rule.bits(matrix, group_idx, n);
+                scale.is_nan() || f64::from(scale_of_bits(self.rule.row, bits)) * unit == scale
+            })
+        })
+    }
+
+    /// Packs a run of chunks into their words, from chunk `first` of the buffer on.
+    ///
+    /// # Panics
+    /// If `words` are no whole chunks, or reach past the last one.
+    pub fn fill_chunks(&self, first: usize, words: &mut [u32]) {
+        let layout = &self.spec.layout;
+        let chunk_words = layout.chunk_bytes / 4;
+        assert!(words.len().is_multiple_of(chunk_words), "runs are made of whole chunks");
+        assert!(first + words.len() / chunk_words <= layout.num_chunks(), "within the buffer");
+        for (idx, chunk) in words.chunks_exact_mut(chunk_words).enumerate() {
+            self.pack_chunk(first + idx, chunk);
+        }
+    }
+
+    /// Writes what follows the last chunk: the scales of columns, or nothing.
+    ///
+    /// # Panics
+    /// If the tail is not as long as the layout's.
+    pub fn fill_tail(&self, tail: &mut [u8]) {
+        let layout = &self.spec.layout;
+        assert_eq!(tail.len(), layout.total_bytes - layout.codes_bytes, "the rest of the buffer");
+        for (n, half) in tail.as_chunks_mut().0.iter_mut().enumerate() {
+            *half = (self.scale_bits(0, self.origin.1 + n) as u16).to_le_bytes();
+        }
     }
 
     /// Packs one chunk of four tiles into its words.
     fn pack_chunk(&self, idx: usize, chunk: &mut [u32]) {
-        let (matrix, layout, kind) = (self.matrix, self.layout, self.layout.kind);
-        let (k0, n0) = layout.tile_origin(idx * (CHUNK_CHANNELS / TILE_CHANNELS));
+        let (matrix, layout) = (&self.matrix, &self.spec.layout);
+        let (kind, order) = (layout.kind, self.spec.order.as_ref());
+        let (place, n0) = layout.tile_origin(idx * (CHUNK_CHANNELS / TILE_CHANNELS));
+        let (k0, n0) = (self.origin.0 + place, self.origin.1 + n0);
         let tile_words = layout.tile_bytes / 4;
         let marlin = match matrix.codes() {
-            Codes::MarlinWords(b) if self.order.is_none() => Some(b),
+            Codes::MarlinWords(b) if order.is_none() => Some(b),
             _ => None,
         };
         if let Some(b) = marlin {
@@ -282,10 +152,11 @@ impl<'a> Packer<'a> {
                 rows.split_at_mut((kind.zeros_offset(layout.group) - kind.code_bytes()) / 4);
             let n0 = n0 + j * TILE_CHANNELS;
             if marlin.is_none() {
-                let columns = match self.order {
+                let columns = match order {
                     None => column_words(matrix, k0, n0, self.padding),
                     Some(order) => {
-                        let inputs = &order.inputs()[k0..order.inputs().len().min(k0 + TILE_K)];
+                        let inputs = order.inputs();
+                        let inputs = &inputs[place..inputs.len().min(place + TILE_K)];
                         gathered_words(matrix, inputs, n0, self.padding)
                     }
                 };
@@ -295,31 +166,34 @@ impl<'a> Packer<'a> {
                 }
             }
             self.fragments.arrange_all(codes);
-            self.pack_scales(k0, n0, scales);
-            self.pack_zeros(k0, n0, zeros);
+            self.pack_scales(place, n0, scales);
+            self.pack_zeros(place, n0, zeros);
         }
     }
 
     /// The source's group of a packed one, none past the last.
     fn source_group(&self, group_idx: usize) -> Option<usize> {
-        match self.order {
+        match &self.spec.order {
             Some(order) => order.groups().get(group_idx).map(|group| *group as usize),
-            None => (group_idx < self.matrix.num_groups()).then_some(group_idx),
+            None => {
+                let group_idx = self.spec.layout.group.index_of(self.origin.0) + group_idx;
+                (group_idx < self.matrix.num_groups()).then_some(group_idx)
+            }
         }
     }
 
-    /// The bits of a scale, zero past the last group and output.
+    /// The bits of the scale of a packed group and a channel of the matrix, zero past the last ones.
     fn scale_bits(&self, group_idx: usize, n: usize) -> u32 {
         match self.source_group(group_idx) {
             Some(group_idx) if n < self.matrix.n() => {
-                self.rule.bits(self.matrix, group_idx, n).into()
+                self.rule.bits(&self.matrix, group_idx, n).into()
             }
             _ => 0,
         }
     }
 
-    fn pack_scales(&self, k0: usize, n0: usize, scales: &mut [u32]) {
-        let first_group = self.layout.group.index_of(k0);
+    fn pack_scales(&self, place: usize, n0: usize, scales: &mut [u32]) {
+        let first_group = self.spec.layout.group.index_of(place);
         match self.rule.row {
             ScaleRow::F16 => {
                 for (row, words) in scales.chunks_exact_mut(SCALE_ROW_BYTES / 4).enumerate() {
@@ -332,7 +206,7 @@ impl<'a> Packer<'a> {
             }
             ScaleRow::E5m3 => {
                 // Two groups a word.
-                let words_per_channel = self.layout.scale_rows_per_tile() / 2;
+                let words_per_channel = self.spec.layout.scale_rows_per_tile() / 2;
                 for (at, word) in scales.iter_mut().enumerate() {
                     let (g, group) = (at / words_per_channel, 2 * (at % words_per_channel));
                     let group = first_group + group;
@@ -345,10 +219,10 @@ impl<'a> Packer<'a> {
         }
     }
 
-    fn pack_zeros(&self, k0: usize, n0: usize, zeros: &mut [u32]) {
+    fn pack_zeros(&self, place: usize, n0: usize, zeros: &mut [u32]) {
         let Some(bases) = self.fragments.zero_bases() else { return };
-        let first_group = self.layout.group.index_of(k0);
-        let matrix = self.matrix;
+        let first_group = self.spec.layout.group.index_of(place);
+        let matrix = &self.matrix;
         let zero = |group_idx: usize, n: usize| {
             let group_idx = self.source_group(group_idx).filter(|_| n < matrix.n());
             f32::from(group_idx.and_then(|group_idx| matrix.zero(group_idx, n)).unwrap_or(0))
@@ -362,6 +236,38 @@ impl<'a> Packer<'a> {
                 *word = (low | high << 16).to_le();
             }
         }
+    }
+}
+
+impl PackedWeights {
+    /// Packs a matrix with up to `threads` threads; the result does not depend on their number.
+    ///
+    /// # Errors
+    /// Those of [`Packing::of`].
+    pub fn pack(matrix: &QuantMatrix<'_>, threads: usize) -> Result<Self, Error> {
+        Ok(Self::of_packing(&Packing::of(matrix)?, threads))
+    }
+
+    /// What a packing comes to, with up to `threads` threads.
+    pub fn of_packing(packing: &Packing<'_>, threads: usize) -> Self {
+        let mut packed = Self::zeroed(packing.spec().clone());
+        let layout = packing.spec().layout;
+        let (chunks, tail) = packed.bytes_mut().split_at_mut(layout.codes_bytes);
+        let words: &mut [u32] = bytemuck::cast_slice_mut(chunks);
+        let per_thread = layout.num_chunks().div_ceil(threads.max(1));
+        std::thread::scope(|scope| {
+            for (run_idx, run) in words.chunks_mut(per_thread * layout.chunk_bytes / 4).enumerate()
+            {
+                let mut work = move || packing.fill_chunks(run_idx * per_thread, run);
+                if per_thread == layout.num_chunks() {
+                    work();
+                } else {
+                    scope.spawn(work);
+                }
+            }
+        });
+        packing.fill_tail(tail);
+        packed
     }
 }
 

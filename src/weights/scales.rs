@@ -43,6 +43,12 @@ impl ScaleType {
         }
     }
 
+    /// The type of that name.
+    pub fn by_name(name: &str) -> Option<Self> {
+        let all = [Self::F16, Self::BF16, Self::F32, Self::E4M3, Self::E8M0];
+        all.into_iter().find(|element| element.name() == name)
+    }
+
     /// The smallest positive number with all significant bits.
     pub(crate) fn min_normal(self) -> f32 {
         match self {
@@ -54,7 +60,7 @@ impl ScaleType {
     }
 
     /// The exact value of the element that starts `bytes`.
-    fn decode(self, bytes: &[u8]) -> f32 {
+    pub(super) fn decode(self, bytes: &[u8]) -> f32 {
         match self {
             Self::F16 => f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
             Self::BF16 => bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),

@@ -8,10 +8,12 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use makaira::checkpoint::{Checkpoint, Finding, LayerInfo, ScaleFault, place};
+use makaira::store::PackedStore;
 use makaira::weights::{PackedLayout, QuantMatrix};
 use serde_json::{Value, json};
 
 use crate::output::{Format, bytes, count};
+use crate::stored;
 
 /// Larger numbers of ranks are told to programs only.
 const MAX_RANKS_TOLD: usize = 16;
@@ -21,7 +23,7 @@ const MAX_LISTED: usize = 4;
 /// Arguments of `inspect`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The checkpoint: a directory or a safetensors file.
+    /// The checkpoint, or a store of packed weights: a directory or a safetensors file.
     checkpoint: PathBuf,
     /// A line for each layer, not for each place in a block.
     #[arg(long)]
@@ -48,6 +50,9 @@ pub struct Report {
 pub fn run(args: &Args) -> anyhow::Result<()> {
     // Every finding is part of the answer; the log would only repeat it.
     log::set_max_level(log::LevelFilter::Error);
+    if PackedStore::is_at(&args.checkpoint) {
+        return stored::inspect(&args.checkpoint, args.all, args.format);
+    }
     let checkpoint = Checkpoint::open(&args.checkpoint)?;
     let reports: Vec<Report> =
         checkpoint.layers().iter().map(|layer| Report::new(&checkpoint, layer)).collect();
@@ -227,7 +232,7 @@ fn ranks(reports: &[Report]) -> Vec<usize> {
 }
 
 /// `1 2 4`; 1 is always among them.
-fn numbers(list: &[usize]) -> String {
+pub fn numbers(list: &[usize]) -> String {
     let told = list.iter().filter(|&&ranks| ranks <= MAX_RANKS_TOLD);
     told.map(usize::to_string).collect::<Vec<_>>().join(" ")
 }

@@ -13,9 +13,11 @@ mod doctor;
 mod explain;
 mod inspect;
 mod output;
+mod pack;
 mod problem;
 mod ptx;
 mod run;
+mod stored;
 mod trial;
 mod tune;
 mod verify;
@@ -46,6 +48,8 @@ enum Command {
     Inspect(inspect::Args),
     /// Fail on anything doubtful in a checkpoint.
     Verify(verify::Args),
+    /// Pack a checkpoint into a store that is mapped and uploaded as it is.
+    Pack(pack::Args),
     /// Print the PTX of a problem's kernel or of a configuration.
     Ptx(ptx::Args),
     /// Say which configuration a problem gets, and why.
@@ -84,6 +88,7 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Run(args) => run::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Verify(args) => verify::run(&args),
+        Command::Pack(args) => pack::run(&args),
         Command::Ptx(args) => ptx::run(&args),
         Command::Explain(args) => explain::run(&args),
         Command::Bench(args) => bench::run(&args),

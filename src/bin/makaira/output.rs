@@ -66,6 +66,33 @@ impl Progress {
         Self { bar, total, done: 0 }
     }
 
+    /// Progress over a number of bytes that is told with the first of them.
+    pub fn of_bytes() -> Self {
+        let style = ProgressStyle::with_template("{bar:30} {bytes}/{total_bytes} {wide_msg}")
+            .expect("the template is a constant");
+        let progress = Self::new(100);
+        if let Some(bar) = &progress.bar {
+            bar.set_style(style);
+        }
+        progress
+    }
+
+    /// Says that so many bytes of so many are done, the last of them `what`; elsewhere than on a terminal once in
+    /// every tenth of them.
+    pub fn reach(&mut self, done: u64, total: u64, what: &str) {
+        let percent = (u128::from(done) * 100 / u128::from(total.max(1))) as usize;
+        match &self.bar {
+            Some(bar) => {
+                bar.set_length(total);
+                bar.set_position(done);
+                bar.set_message(what.to_owned());
+            }
+            None if percent / 10 > self.done / 10 => eprintln!("[{percent} %] {what}"),
+            None => {}
+        }
+        self.done = percent;
+    }
+
     /// Says what begins.
     pub fn step(&mut self, what: &str) {
         match &self.bar {

@@ -13,7 +13,7 @@ use makaira::emu::LaunchReport;
 use makaira::gemm::{Gemm, Matrix, Prepared, Weight};
 use makaira::kernel::{Problem, Rows, select};
 use makaira::reference::{self, Errors, Reference, Tolerance};
-use makaira::weights::{PackedWeights, QuantMatrix, default_threads};
+use makaira::weights::{PackedView, PackedWeights, QuantMatrix, default_threads};
 use serde_json::{Value, json};
 
 use crate::device::Device;
@@ -87,6 +87,14 @@ impl<'d> Trial<'d> {
         let decoded = reference::decode(matrix);
         let packed_bytes = packed.bytes().len();
         Ok(Self { device, gemm, weight, decoded, packed_bytes, pack_time })
+    }
+
+    /// Uploads a layer that is packed already; the reference is decoded from the packed layout.
+    pub fn of_packed(device: &'d Device, packed: PackedView<'_>) -> anyhow::Result<Self> {
+        let gemm = Gemm::new(device.backend.clone());
+        let weight = gemm.upload(packed)?;
+        let (decoded, packed_bytes) = (packed.dequantize(), packed.bytes().len());
+        Ok(Self { device, gemm, weight, decoded, packed_bytes, pack_time: Duration::ZERO })
     }
 
     /// The product of `x`, `[m][k]`, with the layer, compared with the f64 reference and with `golden`,

@@ -10,35 +10,39 @@ use std::path::PathBuf;
 use anyhow::bail;
 use makaira::checkpoint::{Checkpoint, Finding, place};
 use makaira::reference::Random;
+use makaira::store::PackedStore;
 use makaira::weights::default_threads;
 use serde_json::{Value, json};
 
 use crate::device::{self, Device};
 use crate::inspect::{Report, finding_json, told, with_causes};
 use crate::output::{Format, Progress, count};
+use crate::stored;
 use crate::trial::Trial;
 
 /// Arguments of `verify`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The checkpoint: a directory or a safetensors file.
+    /// The checkpoint, or a store of packed weights: a directory or a safetensors file.
     checkpoint: PathBuf,
     /// Multiply with some of the layers and compare with the f64 reference.
     #[arg(long)]
-    numerics: bool,
+    pub numerics: bool,
     /// How many layers `--numerics` takes, at random.
     #[arg(long, default_value_t = 4, requires = "numerics")]
-    layers: usize,
+    pub layers: usize,
     /// Batch sizes that `--numerics` multiplies.
     #[arg(long, value_delimiter = ',', default_value = "1,16", requires = "numerics")]
-    m: Vec<u32>,
+    pub m: Vec<u32>,
     /// Seed of the choice and the activations; another one each time if not given.
     #[arg(long, requires = "numerics")]
-    seed: Option<u64>,
+    pub seed: Option<u64>,
+    /// Where `--numerics` runs.
     #[command(flatten)]
-    device: device::DeviceArgs,
+    pub device: device::DeviceArgs,
+    /// How to answer.
     #[command(flatten)]
-    format: Format,
+    pub format: Format,
 }
 
 /// Something that is wrong, or may be.
@@ -53,6 +57,9 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     // Every finding is part of the answer; the log would only repeat it.
     log::set_max_level(log::LevelFilter::Error);
     let format = args.format;
+    if PackedStore::is_at(&args.checkpoint) {
+        return stored::verify(&args.checkpoint, args);
+    }
     let checkpoint = Checkpoint::open(&args.checkpoint)?;
     let mut findings: Vec<Finding> = checkpoint.findings().to_vec();
     let mut doubts = Vec::new();

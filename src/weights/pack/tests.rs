@@ -9,11 +9,12 @@ use crate::weights::{
 
 /// The packed buffer, one element at a time, from the layout's positions only.
 fn pack_naive(matrix: &QuantMatrix<'_>) -> PackedWeights {
-    let (mut packed, rule) = PackedWeights::zeroed(matrix).expect("a legal matrix");
-    let layout = packed.layout;
+    let packing = Packing::of(matrix).expect("a legal matrix");
+    let (mut packed, rule) = (PackedWeights::zeroed(packing.spec().clone()), packing.rule);
+    let layout = packing.spec().layout;
     let format = matrix.format();
     let fragments = format.fragments().expect("a conversion");
-    let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut packed.data);
+    let bytes: &mut [u8] = packed.bytes_mut();
     for n in 0..layout.n_padded {
         for k in 0..layout.k_padded {
             let real = n < layout.n && k < layout.k;
