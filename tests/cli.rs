@@ -435,6 +435,13 @@ fn bench_says_what_it_cannot_do() {
         ("--chain 2x512x512+256x512", "256 outputs cannot feed 512 inputs"),
         ("--chain 8b --shapes 8b_o", "'--chain <MODEL>' cannot be used with '--shapes <SHAPES>'"),
         ("--chain 8b --sweep 3", "'--chain <MODEL>' cannot be used with '--sweep <N>'"),
+        ("--moe mixtral,qwen3-30b-a3b,deepseek-v3,4x64x128x2 --ms 1,16", "bench times a GPU"),
+        (
+            "--moe gpt",
+            "`gpt` is no mixture of experts; write mixtral, qwen3-30b-a3b, deepseek-v3 or",
+        ),
+        ("--moe 4x64x128x5", "5 of 4 experts"),
+        ("--moe mixtral --chain 8b", "cannot be used with"),
         ("--shapes 8b_out", "`8b_out` is no shape"),
         ("--ms 0", "invalid value '0' for '--ms <MS>'"),
         ("--config marlin_sm80", "the weight type is missing"),
@@ -445,7 +452,8 @@ fn bench_says_what_it_cannot_do() {
         assert!(text.contains(why), "bench {args}: {why}\n{text}");
     }
     let help = line("bench --help");
-    for option in ["--shapes", "--ms", "--chain", "--no-early", "--no-ceiling", "--fp16", "--plot"]
+    for option in
+        ["--shapes", "--ms", "--chain", "--moe", "--no-early", "--no-ceiling", "--fp16", "--plot"]
     {
         assert!(help.stdout.contains(option), "{option}\n{}", help.stdout);
     }

@@ -130,10 +130,7 @@ impl Gemm {
             ));
         }
         self.backend.upload(experts.expert_ptr(idx), packed.bytes())?;
-        let factor = kernel_factor(experts.format, packed.factor(), experts.activation);
-        experts.factors[idx as usize] = factor;
-        let place = experts.factors_ptr.offset(4 * u64::from(idx));
-        Ok(self.backend.upload(place, &factor.to_le_bytes())?)
+        experts.set_factor(idx, packed.factor())
     }
 }
 
@@ -166,6 +163,21 @@ impl Experts {
     /// Where an expert lies.
     pub fn expert_ptr(&self, idx: u32) -> DevicePtr {
         self.ptr.offset(EXPERT_ALIGN * u64::from(self.stride_units) * u64::from(idx))
+    }
+
+    /// Gives an expert a factor of all its products beside its scales: what [`PackedWeights::factor`] says of bytes that
+    /// the caller wrote into [reserved](Gemm::reserve_experts) room.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] if it cannot be copied to the device.
+    ///
+    /// # Panics
+    /// If the stack has no such expert.
+    pub fn set_factor(&mut self, idx: u32, factor: f32) -> Result<(), Error> {
+        let factor = kernel_factor(self.format, factor, self.activation);
+        self.factors[idx as usize] = factor;
+        let place = self.factors_ptr.offset(4 * u64::from(idx));
+        Ok(self.backend.upload(place, &factor.to_le_bytes())?)
     }
 
     /// The experts with biases that every product gets added before it is weighted and rounded: `[num_experts][N]`

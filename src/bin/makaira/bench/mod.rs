@@ -1,9 +1,9 @@
 //! `makaira bench`: times products on the GPU.
 //!
-//! Two kinds of run. Cells ([`cells`]): for each shape and batch the chosen configuration, or those of a
+//! Three kinds of run. Cells ([`cells`]): for each shape and batch the chosen configuration, or those of a
 //! sweep, alone, its answer checked, beside the read ceiling of the same bytes. Chains ([`chain`]): all
-//! linear layers of a model in one graph, every weight distinct. Everything is timed in plain order and with
-//! early launch; see [`timer`] for the protocol.
+//! linear layers of a model in one graph, every weight distinct. Experts ([`moe`]): one launch for a stack of experts,
+//! beside one for each. Everything is timed in plain order and with early launch; see [`timer`] for the protocol.
 
 mod ceiling;
 mod cells;
@@ -11,6 +11,7 @@ mod chain;
 mod fill;
 pub mod layer;
 mod model;
+mod moe;
 pub mod operands;
 mod plan;
 mod plot;
@@ -34,6 +35,7 @@ use makaira::weights::{Activation, default_threads};
 
 use layer::{Random, Shape};
 use model::Model;
+use moe::MoeModel;
 use plan::{Forced, Sweep};
 use timer::{Timer, Watchdog};
 
@@ -59,6 +61,10 @@ pub struct Args {
     /// LAYERSxN1xK1+N2xK2… for layers that feed each other.
     #[arg(long, value_delimiter = ',', value_name = "MODEL", conflicts_with_all = ["shapes", "config", "sweep", "list", "plot"])]
     chain: Vec<Model>,
+    /// Measure mixtures of experts of these models: mixtral, qwen3-30b-a3b, deepseek-v3, or EXPERTSxNxKxTOP for experts
+    /// of N outputs and K inputs, TOP of which each token chooses; --ms are tokens.
+    #[arg(long, value_delimiter = ',', value_name = "MODEL", conflicts_with_all = ["shapes", "chain", "config", "sweep", "list", "plot", "fp16"])]
+    moe: Vec<MoeModel>,
     /// Measure this configuration instead of the chosen one; may be given several times.
     #[arg(long, value_name = "NAME[:STRIPE]", conflicts_with = "sweep")]
     config: Vec<Forced>,
@@ -119,7 +125,11 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let gpu = GpuBackend::open(args.gpu)
         .context("bench times a GPU; without one `makaira explain` predicts times")?;
     let session = Session::new(args, gpu)?;
-    if args.chain.is_empty() { cells::run(session) } else { chain::run(session) }
+    match (args.chain.is_empty(), args.moe.is_empty()) {
+        (true, true) => cells::run(session),
+        (false, _) => chain::run(session),
+        (true, false) => moe::run(session),
+    }
 }
 
 /// What every kind of run needs.
@@ -202,13 +212,18 @@ pub fn load_all<'c>(gemm: &Gemm, choices: impl Iterator<Item = &'c Choice>) -> u
 /// more, and the in-place reduction rounds once per participant. bf16 has three bits less.
 pub fn error_limit(prepared: &Prepared) -> f64 {
     let config = &prepared.choice.config;
-    let half = match config.reduction {
-        Reduction::F32 => 5e-4,
-        Reduction::F16InPlace => 2e-3,
+    let hops = match config.reduction {
+        Reduction::F32 => 1.0,
+        Reduction::F16InPlace => 4.0,
     };
-    match config.kind.activation {
-        Activation::F16 => half,
-        Activation::Bf16 => 8.0 * half,
+    hops * rounding_limit(config.kind.activation)
+}
+
+/// The same for products that are rounded once.
+fn rounding_limit(activation: Activation) -> f64 {
+    match activation {
+        Activation::F16 => 5e-4,
+        Activation::Bf16 => 4e-3,
     }
 }
 

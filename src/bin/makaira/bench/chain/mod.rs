@@ -21,6 +21,7 @@ use super::report::Others;
 use super::{CHAIN_MS, Session, reader};
 use device::{Chain, Kernels};
 use outcome::Outcome;
+pub use outcome::READ_BYTES_PER_US;
 
 /// Measures all chains.
 ///

@@ -8,7 +8,7 @@ use super::device::Left;
 use crate::problem::KindArgs;
 
 /// Bytes that a microsecond of pure reading takes on an H200: what a chain is compared with.
-const READ_BYTES_PER_US: f64 = 4.65e6;
+pub const READ_BYTES_PER_US: f64 = 4.65e6;
 
 /// The heading of [`Outcome::line`].
 pub const HEADING: &str =
