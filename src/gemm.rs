@@ -21,6 +21,7 @@ use std::sync::{Arc, RwLock};
 
 use crate::backend::{self, Backend, Enqueue, Kernel, Launch, Stream};
 use crate::jit::TuneStore;
+use crate::kernel::order::Summation;
 use crate::kernel::select::{self, Choice, step};
 use crate::kernel::{Config, Kind, Plan, Problem, Rows};
 use crate::weights::{Activation, PackedLayout, PackedSpec, PackedView, WeightFormat};
@@ -119,6 +120,8 @@ pub struct Gemm {
     backend: Arc<dyn Backend>,
     /// Measured winners, `None` if they are not asked.
     tuning: Option<Arc<TuneStore>>,
+    /// The order of summation of each layer, in batch-invariant mode.
+    orders: Option<RwLock<HashMap<Slot, Summation>>>,
     choices: RwLock<HashMap<Slot, Choice>>,
     prepared: RwLock<HashMap<(Slot, Added), Prepared>>,
     kernels: RwLock<HashMap<Config, Arc<dyn Kernel>>>,
@@ -134,6 +137,7 @@ impl Gemm {
         Self {
             backend,
             tuning: Some(TuneStore::of_process()),
+            orders: None,
             choices: RwLock::default(),
             prepared: RwLock::default(),
             kernels: RwLock::default(),

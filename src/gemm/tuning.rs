@@ -5,13 +5,15 @@
 //! candidates that it was measured against, so that whatever is in a store the choice is legal, and the
 //! product is what any candidate gives: exact to the stated error.
 
+use std::collections::HashMap;
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, RwLock};
 
 use super::{Gemm, Slot};
 use crate::backend::Backend;
 use crate::jit::{TuneKey, TuneStore, Winner};
 use crate::kernel::Problem;
+use crate::kernel::order::{self, Summation};
 use crate::kernel::select::{self, Choice, NoKernel, step};
 
 impl Gemm {
@@ -25,6 +27,17 @@ impl Gemm {
         Self { tuning: None, ..self }
     }
 
+    /// Batch-invariant products: a row of A gives the same bits, whatever other rows are in the batch and however many
+    /// they are. All products with a weight are summed in one order, see [`crate::kernel::order`]; each batch gets the
+    /// fastest kernel of those that keep it. That costs time, most where a layer is small: see the README's figures.
+    /// The order belongs to the layer, the device and this version of the library, and to whether rows are whole, cut
+    /// or read by elements (see [`Rows`](crate::kernel::Rows)): operands must be aligned alike. Measured winners are not
+    /// asked. Products of a stack of experts are summed in the order of their own kernels and not covered.
+    #[must_use]
+    pub fn batch_invariant(self) -> Self {
+        Self { orders: Some(RwLock::default()), ..self.without_tuning() }
+    }
+
     /// The configuration and stripe length that products of this problem get: the measured winner or the
     /// predicted one. The same as long as this object lives. The predicted one, and the winner that
     /// `makaira tune` keeps, are the same with early launch as without, so both give the same bits.
@@ -36,10 +49,35 @@ impl Gemm {
         if let Some(choice) = self.choices.read().expect("no panic holds it").get(&slot) {
             return Ok(*choice);
         }
-        let predicted = select::choose(problem, self.backend.device())?;
-        let choice = self.winner(problem, overlap_previous).unwrap_or(predicted);
+        let choice = match &self.orders {
+            Some(orders) => self.choice_in_order(problem, orders)?,
+            None => {
+                let predicted = select::choose(problem, self.backend.device())?;
+                self.winner(problem, overlap_previous).unwrap_or(predicted)
+            }
+        };
         let mut choices = self.choices.write().expect("no panic holds it");
         Ok(*choices.entry(slot).or_insert(choice))
+    }
+
+    /// The choice for a problem that keeps its layer's order of summation.
+    fn choice_in_order(
+        &self,
+        problem: &Problem,
+        orders: &RwLock<HashMap<Slot, Summation>>,
+    ) -> Result<Choice, NoKernel> {
+        let device = self.backend.device();
+        let layer = Slot::new(&Problem { m: 1, ..*problem }, false);
+        let known = orders.read().expect("no panic holds it").get(&layer).copied();
+        let order = match known {
+            Some(order) => order,
+            None => {
+                let order = order::invariant_order(problem, device)?;
+                orders.write().expect("no panic holds it").insert(layer, order);
+                order
+            }
+        };
+        order::choose_in_order(problem, device, &order)
     }
 
     /// The measured winner of a problem, if there is one.

@@ -8,6 +8,7 @@ mod elements;
 pub mod epilogue;
 pub mod experts;
 pub mod gather;
+pub mod order;
 pub mod params;
 pub mod problem;
 mod reduction;
@@ -20,6 +21,7 @@ pub mod stripe;
 mod tile;
 
 pub use cost::{Cost, CostModel, Work};
+pub use order::MatrixInstruction;
 pub use params::{Arguments, OptionalArguments};
 pub use problem::{Config, Conversion, Kind, Plan, Problem, Reduction, Rows, Scaling, Start};
 
@@ -44,6 +46,14 @@ pub trait KernelFamily: Sync {
     /// Configurations worth considering for a problem, in the preferred numerics: lists in order of preference, of
     /// each of which the first legal one counts.
     fn candidates(&self, problem: &Problem) -> Vec<Vec<Config>>;
+    /// The same with those that are never the fastest, but may be the fastest of an order of summation.
+    fn all_candidates(&self, problem: &Problem) -> Vec<Vec<Config>> {
+        self.candidates(problem)
+    }
+    /// What it multiplies with.
+    fn instruction(&self) -> MatrixInstruction {
+        MatrixInstruction::Mma
+    }
     /// Stripes are multiples of this many runs, and so are tiles.
     fn stripe_step(&self, _config: &Config) -> u32 {
         1

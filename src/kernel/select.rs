@@ -3,6 +3,8 @@
 //! Everything here is a pure function of its arguments, so every choice can be tested, and explained to
 //! a user, without a GPU. The cost is that of `cost.rs`.
 
+use std::cmp::Ordering;
+
 use super::cost::Tiling;
 use super::params::magic;
 use super::problem::{Config, Conversion, Plan, Problem, Reduction, Rows, Scaling};
@@ -264,23 +266,36 @@ pub fn ranked(problem: &Problem, device: &DeviceSpec) -> Vec<Choice> {
         .into_iter()
         .filter(|config| family_of(config).config_isa(config) <= device.isa)
         .flat_map(|config| {
-            stripes(&Tiling::new(&config, problem), &config, device).into_iter().map(
-                move |stripe| Choice {
-                    config,
-                    stripe,
-                    cost: cost(&config, problem, device, stripe),
-                },
-            )
+            let stripes = stripes(&Tiling::new(&config, problem), &config, device);
+            stripes.into_iter().filter_map(move |stripe| choice(&config, problem, device, stripe))
         })
-        .filter(|choice| divisible(&choice.config, problem))
         .collect();
-    let overlaps = device.arch.sm >= 90;
-    let us = |Choice { cost, .. }: &Choice| match overlaps {
+    choices.sort_by(|a, b| rank(a, b, device));
+    choices
+}
+
+/// A configuration with a stripe length as a choice, if its runs are within what the kernel's division covers.
+pub(super) fn choice(
+    config: &Config,
+    problem: &Problem,
+    device: &DeviceSpec,
+    stripe: u32,
+) -> Option<Choice> {
+    let choice = || Choice { config: *config, stripe, cost: cost(config, problem, device, stripe) };
+    divisible(config, problem).then(choice)
+}
+
+/// Which of two choices comes first.
+pub(super) fn rank(a: &Choice, b: &Choice, device: &DeviceSpec) -> Ordering {
+    time_us(a, device).total_cmp(&time_us(b, device)).then(a.config.cmp(&b.config))
+}
+
+/// What choices are ranked by, in microseconds.
+pub(super) fn time_us(Choice { cost, .. }: &Choice, device: &DeviceSpec) -> f64 {
+    match device.arch.sm >= 90 {
         true => cost.total_us + cost.early_us,
         false => cost.total_us,
-    };
-    choices.sort_by(|a, b| us(a).total_cmp(&us(b)).then(a.config.cmp(&b.config)));
-    choices
+    }
 }
 
 /// Whether the run count is within what the kernel's division covers.
@@ -297,29 +312,37 @@ fn divisible(config: &Config, problem: &Problem) -> bool {
 /// # Errors
 /// [`NoKernel`] if the problem is too large or no family has a legal configuration, with each reason.
 pub fn choose(problem: &Problem, device: &DeviceSpec) -> Result<Choice, NoKernel> {
-    let no_kernel = |reasons| NoKernel::new(problem, device, reasons);
+    check_size(problem, device)?;
+    let stepped = Problem { m: step(problem.m), ..*problem };
+    ranked(&stepped, device).first().copied().ok_or_else(|| no_family(problem, device))
+}
+
+/// Refuses a problem that numbers of 32 bits do not reach.
+pub(super) fn check_size(problem: &Problem, device: &DeviceSpec) -> Result<(), NoKernel> {
     let most = MAX_ROW_STRIDE_BYTES / 2;
     if problem.m > MAX_ROWS || u64::from(problem.n.max(problem.k)) > most {
-        return Err(no_kernel(format!(
-            "at most {MAX_ROWS} rows, {most} outputs and {most} inputs"
-        )));
+        let reasons = format!("at most {MAX_ROWS} rows, {most} outputs and {most} inputs");
+        return Err(NoKernel::new(problem, device, reasons));
     }
-    let stepped = Problem { m: step(problem.m), ..*problem };
-    ranked(&stepped, device).first().copied().ok_or_else(|| {
-        let reason = |family: &&dyn KernelFamily| {
-            let why = match family.runs_on(device.arch) {
-                false => format!("does not run on {}", device.arch),
-                true if family.isa() > device.isa => format!(
-                    "needs PTX {}, the driver speaks up to {}: install a newer driver",
-                    family.isa(),
-                    device.isa
-                ),
-                true => "has no configuration that fits".to_owned(),
-            };
-            format!("{} {why}", family.name())
+    Ok(())
+}
+
+/// Why none of the families takes a problem.
+pub(super) fn no_family(problem: &Problem, device: &DeviceSpec) -> NoKernel {
+    let reason = |family: &&dyn KernelFamily| {
+        let why = match family.runs_on(device.arch) {
+            false => format!("does not run on {}", device.arch),
+            true if family.isa() > device.isa => format!(
+                "needs PTX {}, the driver speaks up to {}: install a newer driver",
+                family.isa(),
+                device.isa
+            ),
+            true => "has no configuration that fits".to_owned(),
         };
-        no_kernel(FAMILIES.iter().map(reason).collect::<Vec<_>>().join("; "))
-    })
+        format!("{} {why}", family.name())
+    };
+    let reasons = FAMILIES.iter().map(reason).collect::<Vec<_>>().join("; ");
+    NoKernel::new(problem, device, reasons)
 }
 
 /// The magic numbers of a launch: for `k_tiles` and for the stripe length.

@@ -14,6 +14,7 @@ mod faults;
 mod fixtures;
 mod goldens;
 mod gpu;
+mod invariant;
 mod lane;
 mod laws;
 mod numerics;

@@ -3,6 +3,7 @@
 use anyhow::Context;
 use makaira::backend::Backend;
 use makaira::jit::GpuBackend;
+use makaira::kernel::order;
 use makaira::kernel::select::{self, Choice};
 use makaira::kernel::{Config, Problem, Reduction, Scaling};
 use makaira::target::DeviceSpec;
@@ -21,6 +22,9 @@ pub struct Args {
     /// The card to choose for: a100, rtx4090, h200 …; the GPU of this machine if not given, or h200.
     #[arg(long, value_parser = device::preset, value_name = "CARD")]
     device_like: Option<&'static device::Preset>,
+    /// Choose for batch-invariant products: one order of summation for all batches.
+    #[arg(long)]
+    batch_invariant: bool,
     /// How many other configurations to show.
     #[arg(long, default_value_t = 4)]
     top: usize,
@@ -41,7 +45,10 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
             }
         },
     };
-    let choice = select::choose(&problem, &spec)?;
+    let choice = match args.batch_invariant {
+        true => order::choose_in_order(&problem, &spec, &order::invariant_order(&problem, &spec)?)?,
+        false => select::choose(&problem, &spec)?,
+    };
     // One line a configuration: its best stripe length.
     let mut others: Vec<Choice> = Vec::new();
     let ranked = select::ranked(&Problem { m: select::step(problem.m), ..problem }, &spec);

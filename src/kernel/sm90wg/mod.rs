@@ -24,6 +24,7 @@ mod select;
 mod supply;
 
 use self::supply::Supply;
+use super::MatrixInstruction;
 use super::cost::Cost;
 use super::params::{Arguments, Params, load_u32, magic};
 use super::problem::{Config, Conversion, Problem, Reduction, Rows, Scaling, Start};
@@ -401,7 +402,15 @@ impl super::KernelFamily for Sm90WgFamily {
     }
 
     fn candidates(&self, problem: &Problem) -> Vec<Vec<Config>> {
-        select::candidates(problem)
+        select::candidates(problem, false)
+    }
+
+    fn all_candidates(&self, problem: &Problem) -> Vec<Vec<Config>> {
+        select::candidates(problem, true)
+    }
+
+    fn instruction(&self) -> MatrixInstruction {
+        MatrixInstruction::Wgmma
     }
 
     fn stripe_step(&self, config: &Config) -> u32 {

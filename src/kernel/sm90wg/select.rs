@@ -70,10 +70,11 @@ pub(super) fn registers_needed(config: &Config) -> u32 {
     sums(config) + others
 }
 
-/// Configurations for a problem: each with as many stages as fit, down to the fewest that overlap.
-pub(super) fn candidates(problem: &Problem) -> Vec<Vec<Config>> {
+/// Configurations for a problem: each with as many stages as fit, down to the fewest that overlap. Without `all`
+/// those that gain by their rows.
+pub(super) fn candidates(problem: &Problem, all: bool) -> Vec<Vec<Config>> {
     let mut lists = Vec::new();
-    if problem.m < 9 || problem.rows == Rows::Element {
+    if problem.rows == Rows::Element || (problem.m < 9 && !all) {
         return lists;
     }
     let scalings: &[Scaling] = match problem.group {
@@ -122,7 +123,7 @@ pub(super) fn candidates(problem: &Problem) -> Vec<Vec<Config>> {
                         u64::from(problem.n.div_ceil(tile_n)) * problem.m.div_ceil(tile_m.into());
                     let shares = cluster_k == 1 || (tile_m <= 128 && tiles <= MOST_SHARED_TILES);
                     let deep = runs_per_stage == 1 || tile_m <= 64;
-                    if gains && whole && !crowded && deep && shares {
+                    if whole && deep && (all || (gains && !crowded && shares)) {
                         lists.push((MIN_STAGES..=most).rev().map(config).collect());
                     }
                 }

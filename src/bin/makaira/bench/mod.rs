@@ -81,6 +81,9 @@ pub struct Args {
     /// of a layer, separated by spaces, and is measured as a whole.
     #[arg(long, value_name = "FILE", requires = "chain")]
     sets: Option<PathBuf>,
+    /// Measure batch-invariant products: one order of summation for all batches of a layer.
+    #[arg(long, conflicts_with_all = ["config", "sweep", "list", "sets"])]
+    batch_invariant: bool,
     /// Check the answers and take no time.
     #[arg(long)]
     check_only: bool,
@@ -153,7 +156,10 @@ impl<'a> Session<'a> {
         println!("{}; seed {seed}", gpu.context().info());
         Ok(Self {
             args,
-            gemm: Gemm::new(gpu.clone()),
+            gemm: match args.batch_invariant {
+                true => Gemm::new(gpu.clone()).batch_invariant(),
+                false => Gemm::new(gpu.clone()),
+            },
             timer,
             watchdog: Watchdog::start(Duration::from_secs(args.timeout)),
             random: Random(seed),
