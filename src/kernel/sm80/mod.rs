@@ -406,8 +406,8 @@ impl super::KernelFamily for Sm80Family {
             + 1.5 * f64::from(config.tile_m) / f64::from(config.warps_n);
         let work = Work { instructions: run.instructions + copies + 25.0, ..run };
         let runs_in_flight = self.runs_in_flight(config);
-        // On Hopper the family of its own is as fast in small layers, and much faster where grids may overlap.
-        let factor = if device.arch.sm == 90 && config.tile_m <= 16 { 1.12 } else { 1.0 };
+        // On Hopper the families of its own are as fast in small layers, and much faster where grids may overlap.
+        let factor = if device.arch.sm == 90 { 1.12 } else { 1.0 };
         let terms = MmaTerms { work, runs_in_flight, model: &MODEL, factor };
         of_mma(config, problem, device, stripe, &terms)
     }
