@@ -4,6 +4,7 @@
 //! it runs on a card or on the CPU. Launches are ordered within a stream; nothing here synchronises unless
 //! its documentation says so.
 
+mod staging;
 mod tensor_map;
 
 use std::fmt;
@@ -12,7 +13,9 @@ use std::sync::Arc;
 use crate::asm::Module;
 use crate::asm::reg::Param;
 use crate::target::DeviceSpec;
+use staging::PlainStaging;
 
+pub use staging::Staging;
 pub use tensor_map::{Swizzle, TensorMap, TensorMapError};
 
 /// Something went wrong in a backend. The cause is the room's own error (a driver error, an emulator fault).
@@ -288,6 +291,16 @@ pub trait Backend: Send + Sync {
     /// # Errors
     /// If the range is not allocated, or an earlier launch failed.
     fn upload(&self, ptr: DevicePtr, bytes: &[u8]) -> Result<(), Error>;
+
+    /// A way to the device for one thread, with `count` buffers of `bytes` each. A backend whose copies need none has a
+    /// single one.
+    ///
+    /// # Errors
+    /// If there is not enough memory.
+    fn staging(&self, count: usize, bytes: usize) -> Result<Box<dyn Staging + '_>, Error> {
+        let _ = count;
+        Ok(Box::new(PlainStaging::new(bytes, |ptr, bytes: &[u8]| self.upload(ptr, bytes))))
+    }
 
     /// Waits for all work and copies device bytes to the host.
     ///

@@ -3,7 +3,7 @@
 //! The rooms' functions return their own errors; `?` turns each into this one. Messages and causes are the
 //! rooms' own.
 
-use crate::{backend, checkpoint, driver, emu, gemm, jit, kernel, store, target, weights};
+use crate::{backend, checkpoint, driver, emu, gemm, jit, kernel, load, store, target, weights};
 
 /// Any error of this crate.
 #[derive(Debug, thiserror::Error)]
@@ -36,6 +36,9 @@ pub enum Error {
     /// A text is no configuration's name.
     #[error(transparent)]
     ConfigName(#[from] kernel::problem::ParseConfigError),
+    /// Files could not be loaded to a device.
+    #[error(transparent)]
+    Load(#[from] load::Error),
     /// A store of packed weights was refused, or could not be made.
     #[error(transparent)]
     Store(#[from] store::Error),

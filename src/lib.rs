@@ -11,6 +11,7 @@
 //! | emit | configuration | program as data | [`kernel`], [`mod@asm`] |
 //! | verify, print | program | PTX text | [`mod@asm`] |
 //! | compile | PTX text | function | [`jit`], [`driver`] |
+//! | load | checkpoint or store on disk | packed weights on a device | [`load`] |
 //! | run | function, addresses, stream | product | [`gemm`], [`backend`] |
 //! | emulate | program, addresses | product, figures or a fault | [`emu`] |
 //! | compare | activations, weights, product | errors against f64 | [`reference`](mod@reference) |
@@ -70,6 +71,7 @@ pub mod gemm;
 pub mod jit;
 pub mod kernel;
 pub mod layout;
+pub mod load;
 pub mod reference;
 pub mod store;
 pub mod target;

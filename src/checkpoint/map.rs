@@ -121,6 +121,21 @@ impl FileMap {
         }
     }
 
+    /// Reads a part of the file as plain files are read, past the mapping: whole pages are not mapped for it.
+    ///
+    /// # Errors
+    /// [`Error::Io`], also if the file ends before.
+    pub fn read_at(&self, offset: usize, buffer: &mut [u8]) -> Result<(), Error> {
+        let io_error = |source| Error::Io { action: "read", path: self.path.clone(), source };
+        if let Bytes::Read(bytes) = &self.bytes {
+            let part = bytes.get(offset..).and_then(|rest| rest.get(..buffer.len()));
+            let part = part.ok_or_else(|| io_error(io::ErrorKind::UnexpectedEof.into()))?;
+            buffer.copy_from_slice(part);
+            return Ok(());
+        }
+        read_exact_at(&self.file, offset as u64, buffer).map_err(io_error)
+    }
+
     /// Whether the bytes are a mapping (or else a copy).
     pub fn is_mapped(&self) -> bool {
         matches!(self.bytes, Bytes::Mapped(_))
@@ -130,6 +145,47 @@ impl FileMap {
     pub fn path(&self) -> &Path {
         &self.path
     }
+}
+
+#[cfg(unix)]
+fn read_exact_at(file: &File, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
+    std::os::unix::fs::FileExt::read_exact_at(file, buffer, offset)
+}
+
+#[cfg(not(unix))]
+fn read_exact_at(file: &File, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
+    use std::io::{Seek, SeekFrom};
+    /// The place in a file belongs to all of its handles.
+    static ONE_AT_A_TIME: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    let _guard = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let mut file = file;
+    file.seek(SeekFrom::Start(offset))?;
+    file.read_exact(buffer)
+}
+
+/// Has the system forget what it keeps of a file in memory, so that the next reading of it is a cold one; the file must
+/// not be mapped meanwhile. Only Linux is known to do so.
+///
+/// # Errors
+/// [`Error::Io`] for a file that cannot be opened or synced, and where the system knows no such thing.
+pub fn forget_cached(path: &Path) -> Result<(), Error> {
+    let io_error =
+        |source| Error::Io { action: "drop the cached pages of", path: path.to_owned(), source };
+    let file = File::open(path).map_err(io_error)?;
+    // What has not reached the disk yet is kept otherwise.
+    file.sync_all().map_err(io_error)?;
+    #[cfg(target_os = "linux")]
+    let outcome = {
+        use std::os::fd::AsRawFd;
+        // SAFETY: the descriptor is open; the call reads and writes no memory of ours.
+        match unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) } {
+            0 => Ok(()),
+            code => Err(io::Error::from_raw_os_error(code)),
+        }
+    };
+    #[cfg(not(target_os = "linux"))]
+    let outcome = Err(io::ErrorKind::Unsupported.into());
+    outcome.map_err(io_error)
 }
 
 /// The time of the last change, where the system has one.
@@ -173,6 +229,32 @@ mod tests {
             assert!(read.bytes() == contents);
             assert_eq!(read.path(), file.path());
         }
+    }
+
+    #[test]
+    fn plain_reads_give_the_same_bytes_and_refuse_what_is_past_the_end() {
+        let contents: Vec<u8> = (0..10_000u32).map(|i| ((i * i) >> 3) as u8).collect();
+        let mut file = tempfile::NamedTempFile::new().expect("a temporary file");
+        file.write_all(&contents).expect("written");
+        if cfg!(target_os = "linux") {
+            forget_cached(file.path()).expect("a plain file");
+        }
+        let maps = [
+            FileMap::open(file.path()).expect("opens"),
+            FileMap::open_with(file.path(), refuse_enodev).expect("falls back"),
+        ];
+        for map in &maps {
+            for (offset, len) in [(0, 10_000), (17, 1000), (9_999, 1), (10_000, 0)] {
+                let mut buffer = vec![0; len];
+                map.read_at(offset, &mut buffer).expect("within the file");
+                assert!(buffer == contents[offset..offset + len]);
+            }
+            for (offset, len) in [(0, 10_001), (9_999, 2), (20_000, 1)] {
+                let error = map.read_at(offset, &mut vec![0; len]).expect_err("past the end");
+                assert!(matches!(error, Error::Io { .. }), "{error}");
+            }
+        }
+        assert!(forget_cached(Path::new("/nowhere/model.safetensors")).is_err());
     }
 
     /// A shrinking file must not end the process: what is read is thrown away by the check.

@@ -51,7 +51,7 @@ pub use finding::{Finding, ScaleFault};
 pub use float4::{Mxfp4, Nvfp4};
 pub use float8::{FloatQuantized, Fp8};
 pub use gptq::Gptq;
-pub use map::FileMap;
+pub use map::{FileMap, forget_cached};
 pub use marlin::MarlinSerialised;
 pub use packed::PackQuantized;
 pub use parallel::place;

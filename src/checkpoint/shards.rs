@@ -129,6 +129,26 @@ impl Tensors {
         Some((shard, self.shards[shard].entries()[name].range.clone()))
     }
 
+    /// Reads a part of a file past its mapping: see [`super::FileMap::read_at`]. The file is given by its place among
+    /// [`Tensors::files`].
+    ///
+    /// # Errors
+    /// Those of [`super::FileMap::read_at`].
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn read_at(&self, file: usize, offset: usize, buffer: &mut [u8]) -> Result<(), Error> {
+        self.shards[file].map().read_at(offset, buffer)
+    }
+
+    /// All bytes of a file, by its place among [`Tensors::files`].
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn bytes(&self, file: usize) -> &[u8] {
+        self.shards[file].map().bytes()
+    }
+
     /// The texts that lie beside the tensors of a file, by the file's place among [`Tensors::files`].
     ///
     /// # Panics

@@ -342,6 +342,28 @@ impl Context {
         self.synchronize_stream(StreamRef::DEFAULT)
     }
 
+    /// Enqueues a copy to an address.
+    ///
+    /// # Safety
+    /// `from` stays alive and unchanged until the stream has passed the copy.
+    ///
+    /// # Errors
+    /// Those of the driver call.
+    pub(super) unsafe fn write_async(
+        &self,
+        to: DevicePtr,
+        from: &[u8],
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        if from.is_empty() {
+            return Ok(());
+        }
+        let _current = self.bind()?;
+        let (source, bytes) = (from.as_ptr().cast(), from.len());
+        // SAFETY: the caller keeps the source; the one who made the address vouches for the target.
+        unsafe { self.api().cuMemcpyHtoDAsync_v2(to.0, source, bytes, stream.raw) }
+    }
+
     /// Copies bytes from an address and waits. Work of our own streams is not waited for.
     ///
     /// # Errors

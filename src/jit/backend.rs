@@ -14,11 +14,11 @@ use super::{LoadedFunction, Loader, loader};
 use crate::asm::reg::Param;
 use crate::asm::{Diagnostics, Module, PrintOptions};
 use crate::backend::{
-    Arg, ArgumentsError, Backend, ClusterError, DevicePtr, Enqueue, Error, Kernel, Launch, Stream,
-    Swizzle, TensorMap, TensorMapError,
+    Arg, ArgumentsError, Backend, ClusterError, DevicePtr, Enqueue, Error, Kernel, Launch, Staging,
+    Stream, Swizzle, TensorMap, TensorMapError,
 };
 use crate::driver::{
-    self, Args, Context, DeviceBuffer, JitOptions, LaunchAttrs, LaunchShape, StreamRef,
+    self, Args, Context, DeviceBuffer, JitOptions, LaunchAttrs, LaunchShape, StagingRing, StreamRef,
 };
 use crate::target::DeviceSpec;
 
@@ -262,6 +262,24 @@ impl GpuBackend {
     }
 }
 
+/// Pinned buffers on a stream of their own.
+struct GpuStaging(StagingRing);
+
+impl Staging for GpuStaging {
+    fn buffer(&mut self) -> Result<&mut [u8], Error> {
+        self.0.buffer().map_err(|source| Error::new("waiting for a copy", source))
+    }
+
+    fn send(&mut self, to: DevicePtr, bytes: usize) -> Result<(), Error> {
+        let fail = |source| Error::new(format!("sending {bytes} bytes"), source);
+        self.0.send(driver::DevicePtr::promised(to.addr()), bytes).map_err(fail)
+    }
+
+    fn finish(&mut self) -> Result<(), Error> {
+        self.0.finish().map_err(|source| Error::new("waiting for copies", source))
+    }
+}
+
 impl Backend for GpuBackend {
     fn device(&self) -> &DeviceSpec {
         &self.device
@@ -293,6 +311,12 @@ impl Backend for GpuBackend {
     fn upload(&self, ptr: DevicePtr, bytes: &[u8]) -> Result<(), Error> {
         let fail = |source| Error::new(format!("uploading {} bytes", bytes.len()), source);
         self.context.write(driver::DevicePtr::promised(ptr.addr()), bytes).map_err(fail)
+    }
+
+    fn staging(&self, count: usize, bytes: usize) -> Result<Box<dyn Staging + '_>, Error> {
+        let what = format!("locking {count} host buffers of {bytes} bytes");
+        let ring = StagingRing::new(&self.context, count, bytes);
+        Ok(Box::new(GpuStaging(ring.map_err(|source| Error::new(what, source))?)))
     }
 
     fn download(&self, ptr: DevicePtr, bytes: &mut [u8]) -> Result<(), Error> {

@@ -119,15 +119,16 @@ impl<'a> Packing<'a> {
         }
     }
 
-    /// Writes what follows the last chunk: the scales of columns, or nothing.
+    /// Writes what follows the last chunk, scales of whole columns if there are any, from that of output `first` on.
     ///
     /// # Panics
-    /// If the tail is not as long as the layout's.
-    pub fn fill_tail(&self, tail: &mut [u8]) {
+    /// If the buffer does not go so far.
+    pub fn fill_tail(&self, first: usize, tail: &mut [u8]) {
         let layout = &self.spec.layout;
-        assert_eq!(tail.len(), layout.total_bytes - layout.codes_bytes, "the rest of the buffer");
-        for (n, half) in tail.as_chunks_mut().0.iter_mut().enumerate() {
-            *half = (self.scale_bits(0, self.origin.1 + n) as u16).to_le_bytes();
+        let rest = layout.total_bytes - layout.codes_bytes;
+        assert!(2 * first + tail.len() <= rest, "within the buffer");
+        for (at, half) in tail.as_chunks_mut().0.iter_mut().enumerate() {
+            *half = (self.scale_bits(0, self.origin.1 + first + at) as u16).to_le_bytes();
         }
     }
 
@@ -266,7 +267,7 @@ impl PackedWeights {
                 }
             }
         });
-        packing.fill_tail(tail);
+        packing.fill_tail(0, tail);
         packed
     }
 }

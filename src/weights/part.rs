@@ -177,7 +177,13 @@ impl<'a> Shard<'a> {
 
     /// The pieces of the whole's bytes that make up the part's buffer, one after the other.
     pub fn pieces(&self) -> impl Iterator<Item = &'a [u8]> + use<'a> {
-        let (bytes, whole) = (self.bytes, self.whole);
+        let bytes = self.bytes;
+        self.ranges().map(move |range| &bytes[range])
+    }
+
+    /// Where [`Shard::pieces`] lie in the whole's buffer.
+    pub fn ranges(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let whole = self.whole;
         let Part { outputs, inputs } = self.part.clone();
         let (rows, row) = (whole.num_k_tiles(), inputs.start / TILE_K);
         let run = inputs.len().div_ceil(TILE_K);
@@ -185,13 +191,12 @@ impl<'a> Shard<'a> {
         // Rows of chunks that follow each other are one piece.
         let per_piece = if run == rows { chunks.len() } else { 1 };
         let tail = whole.column_scales_offset.map(|offset| {
-            let [start, end] =
-                [chunks.start, chunks.end].map(|at| offset + 2 * CHUNK_CHANNELS * at);
-            &bytes[start..end]
+            let at = |chunk: usize| offset + 2 * CHUNK_CHANNELS * chunk;
+            at(chunks.start)..at(chunks.end)
         });
         let pieces = chunks.step_by(per_piece).map(move |chunk| {
             let first = (chunk * rows + row) * whole.chunk_bytes;
-            &bytes[first..first + per_piece * run * whole.chunk_bytes]
+            first..first + per_piece * run * whole.chunk_bytes
         });
         pieces.chain(tail)
     }

@@ -3,7 +3,8 @@
 //! Two devices; device memory is host memory that belongs to a context; the kernels `add_one(dst, src, n)`
 //! and `echo_map(dst, map)`, which writes the map's 128 bytes to `dst`, run when they are launched, any
 //! other one does nothing. Like the real driver it refuses calls without a
-//! current context and handles of another one. With `--cfg full` it also has capture, graphs and
+//! current context and handles of another one. Copies from host memory on a stream of one's own happen as late as they may:
+//! when that stream, or an event on it, is waited for or used. With `--cfg full` it also has capture, graphs and
 //! the newer launch call; without, it exports what CUDA 11.0 has and we require, no more. `--cfg
 //! no_link` takes the linker away, `--cfg no_param_info` the question for parameters.
 //!
@@ -44,6 +45,12 @@ const OPT_IN_SMEM: i32 = 232448;
 struct State {
     retained: [i32; DEVICES as usize],
     allocations: BTreeMap<Address, (usize, Handle)>,
+    /// Sizes of pinned host memory.
+    pinned: BTreeMap<usize, usize>,
+    /// Copies from host memory on each stream that nobody has waited for: target, source, bytes.
+    pending: BTreeMap<Handle, Vec<(Address, usize, usize)>>,
+    /// The stream that each event was recorded on last.
+    recorded: BTreeMap<Handle, Handle>,
     capturing: BTreeMap<Handle, Vec<Launch>>,
     graphs: BTreeMap<Handle, Vec<Launch>>,
     /// Parameters, as offset and size, of each kernel that was assembled, and of each function.
@@ -75,6 +82,9 @@ enum Work {
 static STATE: Mutex<State> = Mutex::new(State {
     retained: [0; DEVICES as usize],
     allocations: BTreeMap::new(),
+    pinned: BTreeMap::new(),
+    pending: BTreeMap::new(),
+    recorded: BTreeMap::new(),
     capturing: BTreeMap::new(),
     graphs: BTreeMap::new(),
     kernels: BTreeMap::new(),
@@ -133,7 +143,7 @@ mod newer;
 
 #[cfg(full)]
 use kernels::{execute, launch};
-use memory::owns;
+use memory::{owns, settle};
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuInit(flags: u32) -> i32 {
@@ -270,6 +280,7 @@ pub unsafe extern "C" fn cuCtxPopCurrent_v2(out: *mut Handle) -> i32 {
 #[unsafe(no_mangle)]
 pub extern "C" fn cuCtxSynchronize() -> i32 {
     need_context!();
+    settle(None);
     if state().misused { MISUSED } else { 0 }
 }
 
@@ -280,9 +291,16 @@ unsafe fn create(out: *mut Handle) -> i32 {
     0
 }
 
-fn use_handle(handle: Handle) -> i32 {
+fn check_handle(handle: Handle) -> i32 {
     let context = need_context!();
     if handle == 0 || handle >> 32 == context { 0 } else { INVALID_HANDLE }
+}
+
+/// Checks a stream or an event and lets everything that it stands for happen.
+fn use_handle(handle: Handle) -> i32 {
+    let stream = state().recorded.get(&handle).copied().unwrap_or(handle);
+    settle(Some(stream));
+    check_handle(handle)
 }
 
 #[unsafe(no_mangle)]
@@ -323,12 +341,13 @@ pub unsafe extern "C" fn cuEventCreate(out: *mut Handle, flags: u32) -> i32 {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuEventDestroy_v2(event: Handle) -> i32 {
-    use_handle(event)
+    check_handle(event)
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuEventRecord(event: Handle, stream: Handle) -> i32 {
-    use_handle(event).max(use_handle(stream))
+    state().recorded.insert(event, stream);
+    check_handle(event).max(check_handle(stream))
 }
 
 #[unsafe(no_mangle)]

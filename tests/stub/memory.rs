@@ -27,8 +27,22 @@ pub fn owns(address: Address, bytes: usize) -> bool {
     })
 }
 
+/// Makes the copies that wait on a stream, or on all.
+pub fn settle(stream: Option<Handle>) {
+    let mut state = state();
+    let pending = match stream {
+        Some(stream) => state.pending.remove(&stream).unwrap_or_default(),
+        None => std::mem::take(&mut state.pending).into_values().flatten().collect(),
+    };
+    for (to, from, bytes) in pending {
+        // SAFETY: both ranges were there when the copy was asked for, and memory of this stand-in is never given back.
+        unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
+    }
+}
+
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemFree_v2(address: Address) -> i32 {
+    settle(None);
     if !owns(address, 1) {
         return INVALID_VALUE;
     }
@@ -39,12 +53,16 @@ pub extern "C" fn cuMemFree_v2(address: Address) -> i32 {
 pub unsafe extern "C" fn cuMemAllocHost_v2(out: *mut *mut c_void, bytes: usize) -> i32 {
     need_context!();
     *out = Box::leak(vec![0xa5_u64; bytes.div_ceil(8)].into_boxed_slice()).as_mut_ptr().cast();
+    state().pinned.insert(*out as usize, bytes);
     0
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuMemFreeHost(_memory: *mut c_void) -> i32 {
+pub unsafe extern "C" fn cuMemFreeHost(memory: *mut c_void) -> i32 {
     need_context!();
+    let Some(bytes) = state().pinned.remove(&(memory as usize)) else { return INVALID_VALUE };
+    // Whatever is still copied from it gets this.
+    memory.cast::<u8>().write_bytes(0xee, bytes);
     0
 }
 
@@ -80,7 +98,14 @@ pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     bytes: usize,
     stream: Handle,
 ) -> i32 {
-    use_handle(stream).max(cuMemcpyHtoD_v2(to, from, bytes))
+    if stream == 0 {
+        return cuMemcpyHtoD_v2(to, from, bytes);
+    }
+    if !owns(to, bytes) {
+        return INVALID_VALUE;
+    }
+    state().pending.entry(stream).or_default().push((to, from as usize, bytes));
+    check_handle(stream)
 }
 
 #[unsafe(no_mangle)]

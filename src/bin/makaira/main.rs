@@ -12,12 +12,14 @@ mod device;
 mod doctor;
 mod explain;
 mod inspect;
+mod load;
 mod output;
 mod pack;
 mod problem;
 mod ptx;
 mod run;
 mod stored;
+mod synth;
 mod trial;
 mod tune;
 mod verify;
@@ -50,6 +52,11 @@ enum Command {
     Verify(verify::Args),
     /// Pack a checkpoint into a store that is mapped and uploaded as it is.
     Pack(pack::Args),
+    /// Time how a store or a checkpoint gets to the device, by every way there is.
+    Load(load::Args),
+    /// Write a checkpoint of a model's size with random weights.
+    #[command(hide = true)]
+    Synth(synth::Args),
     /// Print the PTX of a problem's kernel or of a configuration.
     Ptx(ptx::Args),
     /// Say which configuration a problem gets, and why.
@@ -89,6 +96,8 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Inspect(args) => inspect::run(&args),
         Command::Verify(args) => verify::run(&args),
         Command::Pack(args) => pack::run(&args),
+        Command::Load(args) => load::run(&args),
+        Command::Synth(args) => synth::run(&args),
         Command::Ptx(args) => ptx::run(&args),
         Command::Explain(args) => explain::run(&args),
         Command::Bench(args) => bench::run(&args),

@@ -10,7 +10,7 @@ mod cells;
 mod chain;
 mod fill;
 pub mod layer;
-mod model;
+pub mod model;
 mod moe;
 pub mod operands;
 mod plan;
