@@ -54,7 +54,7 @@ pub enum Error {
     /// The workspace is too small.
     #[error(
         "the workspace has {have_bytes} bytes of scratch and {have_locks} locks, m = {m} needs \
-         {need_bytes} and {need_locks}; make it with Gemm::workspace(weight, m)"
+         {need_bytes} and {need_locks}; make it with Gemm::workspace(weight, m), for experts with Gemm::expert_workspace"
     )]
     Workspace {
         /// Rows of the product.

@@ -371,9 +371,8 @@ impl Items {
             let (bias, at, guard) = (load_u64(a, bias_ptr), a.reg(), has_columns(a));
             a.mad_wide_u32(at, self.column, 2, bias);
             if let Some(block) = self.block {
-                let row_bytes = load_u32(a, params.n);
-                a.add_u32(row_bytes, row_bytes, row_bytes);
-                a.mad_wide_u32(at, block.expert, row_bytes, at);
+                let n = load_u32(a, params.n);
+                block.emit_row_of(a, at, n);
             }
             self.emit_load_columns(a, params, guard, at)
         });

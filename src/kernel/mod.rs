@@ -66,9 +66,9 @@ pub trait KernelFamily: Sync {
     fn smem_bytes(&self, config: &Config) -> u32;
     /// Appends the arguments after those of [`Params`](params::Params), if the family declares more.
     fn extra_arguments(&self, _config: &Config, _arguments: &Arguments, _list: &mut ArgList) {}
-    /// Whether it has kernels for experts.
-    fn takes_experts(&self) -> bool {
-        false
+    /// What its kernels for experts are like, if it has any.
+    fn experts(&self) -> Option<experts::Support> {
+        None
     }
     /// Whether stripes run over the row tiles too; otherwise row tiles are the grid's second dimension.
     fn stripes_cover_rows(&self) -> bool {
@@ -108,5 +108,6 @@ pub const GOLDENS: &[(&str, SmArch, &str)] = &[
     ("marlin_sm90wg_u4b8_f16_m16n64k512_g128_w4_s4_c1", SM90A, "16 rows: four teams of a warpgroup, promoted sums"),
     ("marlin_sm90wg_u4b8_f16_m64n256k128_g128_w8_s3_c1_x2_fs", SM90A, "two runs a stage, 128 channels a warpgroup"),
     ("marlin_sm90wg_u4b8_f16_m64n128k128_g128_w8_s4_c1_q2", SM90A, "clusters: two CTAs exchange halves of their sums"),
+    ("marlin_sm90wg_u4b8_f16_m64n128k128_g128_w8_s4_c1_xp", SM90A, "experts: items, boxes of rows in the list's order"),
     ("marlin_sm90wg_u4b8_f16_m256n128k128_g128_w8_s3_c1_fs", SM90A, "prefill: never drained"),
 ];

@@ -71,8 +71,9 @@ pub fn check(config: &Config, target: SmArch) -> Result<(), Illegal> {
     if let Some(rule) = config.kind.broken_rule(config.group) {
         return illegal(rule);
     }
-    if config.kind.experts && (!family.takes_experts() || config.reduction != Reduction::F32) {
-        return illegal("experts, which family sm80 has, each tile whole in one CTA".into());
+    let whole = config.reduction == Reduction::F32 && config.cluster_k == 1;
+    if config.kind.experts && (family.experts().is_none() || !whole) {
+        return illegal("experts, which sm80 and sm90wg have, each tile whole in one CTA".into());
     }
     if config.reduction == Reduction::F16InPlace
         && (config.kind.bias || config.kind.residual || config.kind.activation != Activation::F16)

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use makaira::kernel::experts::select::{BLOCK_ROWS, ExpertProblem, tile_m};
-use makaira::kernel::experts::{blocks, route};
+use makaira::kernel::experts::select::{BLOCK_ROWS, COMMON_BLOCK_ROWS, ExpertProblem, tile_m};
+use makaira::kernel::experts::{blocks, route, rows};
 use makaira::kernel::{Config, Kind, Rows};
 use makaira::target::SmArch;
 use makaira::weights::Group;
@@ -23,17 +23,25 @@ fn choices_for_experts_assemble_and_are_woven() {
         let (sm, num_sms, l2) = sm;
         let (device, kind) = (device(sm, num_sms, l2), Kind { experts: true, ..kind });
         let rows = if k.is_multiple_of(128) { Rows::Whole } else { Rows::Vector };
-        let problem = ExpertProblem { kind, n, k, group, rows, tile_m, max_blocks };
+        let listed_rows = Some(64);
+        let problem = ExpertProblem { kind, n, k, group, rows, tile_m, max_blocks, listed_rows };
         let ranked = problem.ranked(&device).unwrap_or_else(|error| panic!("{error}"));
-        work.insert((ranked[0].config, device.arch));
+        // The best one of each family.
+        let mut families = BTreeSet::new();
+        let best = ranked.iter().filter(|choice| families.insert(choice.config.family));
+        work.extend(best.map(|choice| (choice.config, device.arch)));
     };
     for (n, k) in SHAPES {
         for tile_m in BLOCK_ROWS {
             for (group, max_blocks) in [(Group::PerColumn, 8), (Group::Size(128), 300)] {
+                // One scale per column is a matter of low tiles.
+                if group == Group::PerColumn && tile_m > COMMON_BLOCK_ROWS {
+                    continue;
+                }
                 add(TARGETS[3], Kind::U4B8, n, k, group, tile_m, max_blocks);
             }
         }
-        add(TARGETS[0], Kind::U4B8, n, k, Group::Size(128), tile_m(64, 8, 8), 64);
+        add(TARGETS[0], Kind::U4B8, n, k, Group::Size(128), tile_m(64, 8, 8, 64), 64);
     }
     for (kind, groups) in kinds() {
         let kind = Kind { bias: true, residual: false, ..kind };
@@ -55,7 +63,7 @@ fn the_kernels_of_lists_assemble() {
     let Some(ptxas) = Ptxas::find() else { return };
     for (sm, ..) in TARGETS {
         let target = SmArch::baseline(sm);
-        for module in [route::build(target), blocks::build(target)] {
+        for module in [route::build(target), blocks::build(target), rows::build(target)] {
             let name = format!("{} for {target}", module.entry.name);
             module.verify().unwrap_or_else(|found| panic!("{name}: {found}"));
             let assembled = ptxas.assemble(&module.to_string(), &target.to_string(), &[]);

@@ -8,8 +8,10 @@ use crate::gemm::{Error, Gemm};
 use crate::kernel::experts::BLOCK_BYTES;
 use crate::kernel::experts::blocks::{self, BlockArguments};
 use crate::kernel::experts::route::{self, RouteArguments};
-use crate::kernel::experts::select::{BLOCK_ROWS, MAX_LIST_ROWS, max_blocks, tile_m};
-use crate::target::SmArch;
+use crate::kernel::experts::select::{
+    BLOCK_ROWS, COMMON_BLOCK_ROWS, MAX_LIST_ROWS, max_blocks, tallest, tile_m,
+};
+use crate::target::{DeviceSpec, SmArch};
 
 /// Most experts of a stack.
 const MAX_EXPERTS: u32 = 1 << 16;
@@ -28,12 +30,19 @@ pub(super) struct Sizes {
     num_experts: u32,
     max_tokens: u64,
     top_k: u32,
+    /// Most rows of a block on the device.
+    tallest: u32,
     /// Rows of a block, where they do not follow from the batch.
     tile_m: Option<u32>,
 }
 
 impl Sizes {
-    pub(super) fn new(num_experts: u32, max_tokens: u64, top_k: u32) -> Result<Self, Error> {
+    pub(super) fn new(
+        device: &DeviceSpec,
+        num_experts: u32,
+        max_tokens: u64,
+        top_k: u32,
+    ) -> Result<Self, Error> {
         check_num_experts(num_experts)?;
         let rows = max_tokens.checked_mul(top_k.into()).filter(|rows| *rows <= MAX_LIST_ROWS);
         if top_k == 0 || rows.is_none() {
@@ -43,17 +52,23 @@ impl Sizes {
             );
             return Err(Error::Operand { operand: "lists", rule });
         }
-        Ok(Self { num_experts, max_tokens, top_k, tile_m: None })
+        Ok(Self { num_experts, max_tokens, top_k, tallest: tallest(device), tile_m: None })
     }
 
-    fn max_rows(&self) -> u64 {
+    pub(super) fn max_rows(&self) -> u64 {
         self.max_tokens * u64::from(self.top_k)
     }
 
     /// Rows of a block, and how many blocks there can be.
     pub(super) fn blocks(&self, rows: u64, tokens: u64) -> (u32, u64) {
-        let tile_m = self.tile_m.unwrap_or_else(|| tile_m(rows, tokens, self.num_experts));
-        (tile_m, max_blocks(rows, self.num_experts, tile_m))
+        let suggested = || tile_m(rows, tokens, self.num_experts, self.tallest);
+        let tile_m = self.tile_m.unwrap_or_else(suggested);
+        (tile_m, self.max_blocks(rows, tile_m))
+    }
+
+    /// Blocks of so many rows that there can be.
+    pub(super) fn max_blocks(&self, rows: u64, tile_m: u32) -> u64 {
+        max_blocks(rows, self.num_experts, tile_m)
     }
 }
 
@@ -63,8 +78,8 @@ pub struct Routing {
     backend: Arc<dyn Backend>,
     sizes: Sizes,
     base: DevicePtr,
-    /// Bytes from the base to each list: blocks, offsets, token ids, places, row weights, the counter.
-    at: [u64; 6],
+    /// Bytes from the base to each list: blocks, lower blocks, offsets, token ids, places, row weights, the counter.
+    at: [u64; 7],
 }
 
 /// What the tokens of a batch have chosen, on the device.
@@ -104,6 +119,8 @@ pub struct Routed<'a> {
     tokens: u64,
     tile_m: u32,
     max_blocks: u64,
+    blocks: DevicePtr,
+    offsets: DevicePtr,
     token_ids: Option<DevicePtr>,
     row_weights: Option<DevicePtr>,
     weighted: bool,
@@ -115,11 +132,12 @@ impl Gemm {
     /// # Errors
     /// [`Error::Operand`] for no experts or none chosen, or more rows than kernels count. If memory runs out.
     pub fn routing(&self, num_experts: u32, max_tokens: u64, top_k: u32) -> Result<Routing, Error> {
-        let sizes = Sizes::new(num_experts, max_tokens, top_k)?;
+        let sizes = Sizes::new(self.backend.device(), num_experts, max_tokens, top_k)?;
         let rows = sizes.max_rows().max(1);
-        // As many blocks as rows, however high they are.
         let experts = u64::from(num_experts);
-        let bytes = [BLOCK_BYTES * rows, 4 * (experts + 1), 4 * rows, 4 * rows, 4 * rows, 4];
+        // As many blocks as rows, however high they are.
+        let blocks = BLOCK_BYTES * rows;
+        let bytes = [blocks, blocks, 4 * (experts + 1), 4 * rows, 4 * rows, 4 * rows, 4];
         let mut total = 0;
         let at = bytes.map(|bytes| {
             let at = total;
@@ -128,7 +146,7 @@ impl Gemm {
         });
         let base = self.backend.alloc(total)?;
         let routing = Routing { backend: self.backend.clone(), sizes, base, at };
-        self.backend.upload(routing.ptr(5), &[0; 4])?;
+        self.backend.upload(routing.counter_ptr(), &[0; 4])?;
         Ok(routing)
     }
 
@@ -148,7 +166,8 @@ impl Gemm {
         let top_k = routing.sizes.top_k;
         let rows = tokens.saturating_mul(top_k.into());
         let row_weights = weights.map(|_| routing.row_weights_ptr());
-        let routed = routing.routed(rows, tokens, Some(routing.token_ids_ptr()), row_weights)?;
+        let (offsets, token_ids) = (routing.offsets_ptr(), routing.token_ids_ptr());
+        let routed = routing.routed(rows, tokens, offsets, Some(token_ids), row_weights)?;
         check_words([("ids", Some(ids)), ("weights", weights)])?;
         let arguments = RouteArguments {
             topk_ids_ptr: ids.0,
@@ -158,8 +177,8 @@ impl Gemm {
             token_ids_ptr: routing.token_ids_ptr().0,
             places_ptr: routing.places_ptr().0,
             row_weights_ptr: routing.row_weights_ptr().0,
-            counter_ptr: routing.ptr(5).0,
-            blocks: routed.arguments(routing.offsets_ptr()),
+            counter_ptr: routing.counter_ptr().0,
+            blocks: routed.arguments(),
         };
         let order: Enqueue = stream.into();
         let kernel = self.route_kernel(Some(order.stream))?;
@@ -183,15 +202,31 @@ impl Gemm {
             ("token ids", token_ids),
             ("row weights", row_weights),
         ])?;
-        let routed = routing.routed(rows, tokens, token_ids, row_weights)?;
-        let order: Enqueue = stream.into();
-        let kernel = self.blocks_kernel(Some(order.stream))?;
-        let arguments = routed.arguments(offsets);
-        self.launch_list(&*kernel, [1, 1], &arguments.list(), order)?;
+        let routed = routing.routed(rows, tokens, offsets, token_ids, row_weights)?;
+        self.cut(&routed, stream.into())?;
         Ok(routed)
     }
 
-    fn launch_list(
+    /// Enqueues the cutting of a list into blocks.
+    fn cut(&self, routed: &Routed<'_>, order: Enqueue) -> Result<(), Error> {
+        let kernel = self.blocks_kernel(Some(order.stream))?;
+        self.launch_list(&*kernel, [1, 1], &routed.arguments().list(), order)
+    }
+
+    /// Cuts a list into blocks that every kernel takes.
+    pub(super) fn cut_lower<'a>(
+        &self,
+        routed: &Routed<'a>,
+        order: Enqueue,
+    ) -> Result<Routed<'a>, Error> {
+        let tile_m = COMMON_BLOCK_ROWS;
+        let max_blocks = routed.routing.sizes.max_blocks(routed.rows, tile_m);
+        let routed = Routed { tile_m, max_blocks, blocks: routed.routing.ptr(1), ..*routed };
+        self.cut(&routed, order)?;
+        Ok(routed)
+    }
+
+    pub(super) fn launch_list(
         &self,
         kernel: &dyn Kernel,
         grid: [u32; 2],
@@ -211,7 +246,7 @@ impl Gemm {
     }
 
     /// A kernel that makes lists; compiled now if it was not before.
-    fn list_kernel(
+    pub(super) fn list_kernel(
         &self,
         slot: &RwLock<Option<Arc<dyn Kernel>>>,
         build: fn(SmArch) -> Module,
@@ -262,28 +297,33 @@ impl Routing {
 
     /// Where the rows of each expert begin, and where those of the last one end: `num_experts + 1` words.
     pub fn offsets_ptr(&self) -> DevicePtr {
-        self.ptr(1)
+        self.ptr(2)
     }
 
     /// The token of each row of the list: words.
     pub fn token_ids_ptr(&self) -> DevicePtr {
-        self.ptr(2)
+        self.ptr(3)
     }
 
     /// The row of each choice, `[tokens][top_k]` words; [`route::NO_PLACE`] for one of no expert.
     pub fn places_ptr(&self) -> DevicePtr {
-        self.ptr(3)
+        self.ptr(4)
     }
 
     /// What each row of the list is worth: f32.
     pub fn row_weights_ptr(&self) -> DevicePtr {
-        self.ptr(4)
+        self.ptr(5)
+    }
+
+    fn counter_ptr(&self) -> DevicePtr {
+        self.ptr(6)
     }
 
     fn routed(
         &self,
         rows: u64,
         tokens: u64,
+        offsets: DevicePtr,
         token_ids: Option<DevicePtr>,
         row_weights: Option<DevicePtr>,
     ) -> Result<Routed<'_>, Error> {
@@ -302,6 +342,8 @@ impl Routing {
             tokens,
             tile_m,
             max_blocks,
+            blocks: self.ptr(0),
+            offsets,
             token_ids,
             row_weights,
             weighted: false,
@@ -318,7 +360,8 @@ impl Drop for Routing {
 }
 
 impl Routed<'_> {
-    /// The same for an A whose rows are in the list's order.
+    /// The same for an A whose rows are in the list's order: [`Routed::rows`] of them, of which those past the list's
+    /// end may hold anything.
     #[must_use]
     pub fn in_order(self) -> Self {
         Self { token_ids: None, ..self }
@@ -352,7 +395,17 @@ impl Routed<'_> {
     }
 
     pub(super) fn blocks_ptr(&self) -> DevicePtr {
-        self.routing.ptr(0)
+        self.blocks
+    }
+
+    /// Address of the number of rows of the list.
+    pub(super) fn end_ptr(&self) -> DevicePtr {
+        self.offsets.offset(4 * u64::from(self.num_experts()))
+    }
+
+    /// Rows of the list, if rows of A are looked up in it.
+    pub(super) fn listed_rows(&self) -> Option<u64> {
+        self.token_ids.map(|_| self.rows)
     }
 
     /// Address of the rows' tokens and the number of those; none if A is in order.
@@ -364,9 +417,9 @@ impl Routed<'_> {
         self.row_weights.filter(|_| self.weighted)
     }
 
-    fn arguments(&self, offsets: DevicePtr) -> BlockArguments {
+    fn arguments(&self) -> BlockArguments {
         BlockArguments {
-            offsets_ptr: offsets.0,
+            offsets_ptr: self.offsets.0,
             blocks_ptr: self.blocks_ptr().0,
             num_experts: self.num_experts(),
             max_rows: self.rows as u32,

@@ -13,17 +13,21 @@
 //! lie, to add them up.
 
 mod lists;
+mod order;
 mod stack;
 
 use std::collections::HashMap;
 use std::sync::{Arc, RwLock};
 
 use super::operands::access;
-use super::{Error, Gemm, Matrix};
+use super::{Error, Gemm, Matrix, Workspace};
 use crate::backend::{Enqueue, Kernel, Launch, Stream};
 use crate::kernel::experts::ExpertArguments;
-use crate::kernel::experts::select::{ExpertChoice, ExpertProblem};
+use crate::kernel::experts::select::{
+    COMMON_BLOCK_ROWS, ExpertChoice, ExpertProblem, may_want_order, wants_order,
+};
 use crate::kernel::params::magic;
+use crate::kernel::select::family_of;
 use crate::kernel::{Arguments, OptionalArguments, Rows};
 use crate::weights::CHUNK_CHANNELS;
 
@@ -35,6 +39,7 @@ pub use stack::Experts;
 pub(super) struct Kernels {
     route: RwLock<Option<Arc<dyn Kernel>>>,
     blocks: RwLock<Option<Arc<dyn Kernel>>>,
+    rows: RwLock<Option<Arc<dyn Kernel>>>,
     products: RwLock<HashMap<ExpertProblem, PreparedExperts>>,
 }
 
@@ -60,35 +65,72 @@ impl Gemm {
         max_tokens: u64,
         top_k: u32,
     ) -> Result<(), Error> {
-        let routing = lists::Sizes::new(experts.num_experts(), max_tokens, top_k)?;
+        let device = self.backend.device();
+        let sizes = lists::Sizes::new(device, experts.num_experts(), max_tokens, top_k)?;
         let layout = experts.layout();
-        let rows = Rows::of(layout.n, layout.k);
+        let access = Rows::of(layout.n, layout.k);
         self.route_kernel(None)?;
         self.blocks_kernel(None)?;
+        if may_want_order(device) {
+            self.rows_kernel(None)?;
+        }
         for tokens in super::steps(max_tokens) {
             let tokens = tokens.min(max_tokens);
-            let (tile_m, max_blocks) = routing.blocks(tokens * u64::from(top_k), tokens);
-            self.prepared_experts(&experts.problem(rows, tile_m, max_blocks), None)?;
+            let rows = tokens * u64::from(top_k);
+            let (tile_m, max_blocks) = sizes.blocks(rows, tokens);
+            for listed in [Some(rows), None] {
+                let problem = experts.problem(access, tile_m, max_blocks, listed);
+                match self.prepared_experts(&problem, None) {
+                    Err(Error::NoKernel(_)) if tile_m > COMMON_BLOCK_ROWS => {
+                        let max_blocks = sizes.max_blocks(rows, COMMON_BLOCK_ROWS);
+                        let lower = experts.problem(access, COMMON_BLOCK_ROWS, max_blocks, listed);
+                        self.prepared_experts(&lower, None)?;
+                    }
+                    prepared => drop(prepared?),
+                }
+            }
         }
         Ok(())
+    }
+
+    /// A workspace for products with experts of batches of up to `max_tokens` tokens that choose `top_k` experts each.
+    ///
+    /// # Errors
+    /// [`Error::Operand`] for more rows than kernels count. If memory runs out.
+    pub fn expert_workspace(
+        &self,
+        experts: &Experts,
+        max_tokens: u64,
+        top_k: u32,
+    ) -> Result<Workspace, Error> {
+        let device = self.backend.device();
+        let sizes = lists::Sizes::new(device, experts.num_experts(), max_tokens, top_k)?;
+        let bytes = match may_want_order(device) {
+            true => order::bytes(experts, sizes.max_rows()),
+            false => 0,
+        };
+        self.workspace_of(bytes, 0)
     }
 
     /// Enqueues `c[i][n] = a[token of row i][k] * (expert of row i)` for all rows of a routed list. Rows of C past the
     /// list's end are not written; with an empty batch nothing is launched.
     ///
     /// `a` and `c` are matrices of the type that the experts are for, with the rules of [`Gemm::matmul`]; A has the
-    /// batch's tokens as rows, or the list's rows if it is [in order](Routed::in_order). Each row is the same bits
-    /// whatever its neighbours are, as long as blocks have the same height.
+    /// batch's tokens as rows, or the list's rows if it is [in order](Routed::in_order). Kernels that copy boxes of rows
+    /// have them brought into that order in the workspace first. Each row is the same bits whatever its neighbours are,
+    /// as long as the kernel is the same.
     ///
     /// # Errors
     /// [`Error::Operand`] for a misaligned address, a bad stride, or lists of another number of experts;
-    /// [`Error::NoKernel`]; [`Error::Backend`] if the launch is refused.
+    /// [`Error::NoKernel`]; [`Error::Workspace`] if it is too small: make it with [`Gemm::expert_workspace`];
+    /// [`Error::Backend`] if the launch is refused.
     pub fn matmul_experts(
         &self,
         a: Matrix,
         experts: &Experts,
         c: Matrix,
         routed: &Routed<'_>,
+        workspace: &Workspace,
         stream: impl Into<Enqueue>,
     ) -> Result<(), Error> {
         let order = stream.into();
@@ -96,15 +138,25 @@ impl Gemm {
         if routed.rows() == 0 {
             return Ok(());
         }
-        let problem = experts.problem(rows, routed.tile_m(), routed.max_blocks());
-        let prepared = self.prepared_experts(&problem, Some(order.stream))?;
-        self.launch_experts(&prepared, a, experts, c, routed, order)
+        let problem = |routed: &Routed<'_>| {
+            experts.problem(rows, routed.tile_m(), routed.max_blocks(), routed.listed_rows())
+        };
+        match self.prepared_experts(&problem(routed), Some(order.stream)) {
+            // What takes tall blocks does not take every layout of rows.
+            Err(Error::NoKernel(_)) if routed.tile_m() > COMMON_BLOCK_ROWS => {
+                let lower = self.cut_lower(routed, order)?;
+                let prepared = self.prepared_experts(&problem(&lower), Some(order.stream))?;
+                self.launch_experts(&prepared, a, experts, c, &lower, workspace, order)
+            }
+            prepared => self.launch_experts(&prepared?, a, experts, c, routed, workspace, order),
+        }
     }
 
     /// [`Gemm::matmul_experts`] with a kernel of the caller's choice, for benchmarks and tests.
     ///
     /// # Errors
     /// Those of [`Gemm::matmul_experts`], and [`Error::Mismatch`] if the kernel is for other experts or blocks.
+    #[allow(clippy::too_many_arguments)]
     pub fn matmul_experts_with(
         &self,
         prepared: &PreparedExperts,
@@ -112,6 +164,7 @@ impl Gemm {
         experts: &Experts,
         c: Matrix,
         routed: &Routed<'_>,
+        workspace: &Workspace,
         stream: impl Into<Enqueue>,
     ) -> Result<(), Error> {
         let rows = self.check_experts(a, experts, c, routed)?;
@@ -130,7 +183,7 @@ impl Gemm {
         if routed.rows() == 0 {
             return Ok(());
         }
-        self.launch_experts(prepared, a, experts, c, routed, stream.into())
+        self.launch_experts(prepared, a, experts, c, routed, workspace, stream.into())
     }
 
     /// Compiles a configuration of the caller's choice.
@@ -167,7 +220,11 @@ impl Gemm {
         stream: Option<Stream>,
     ) -> Result<PreparedExperts, Error> {
         // Grids depend on the exact number of blocks, choices on its size.
-        let slot = ExpertProblem { max_blocks: problem.max_blocks.next_power_of_two(), ..*problem };
+        let slot = ExpertProblem {
+            max_blocks: problem.max_blocks.next_power_of_two(),
+            listed_rows: problem.listed_rows.map(u64::next_power_of_two),
+            ..*problem
+        };
         let device = self.backend.device();
         let known = self.experts.products.read().expect("no panic holds it").get(&slot).cloned();
         let mut prepared = match known {
@@ -185,6 +242,7 @@ impl Gemm {
         Ok(prepared)
     }
 
+    #[allow(clippy::too_many_arguments)]
     fn launch_experts(
         &self,
         prepared: &PreparedExperts,
@@ -192,9 +250,14 @@ impl Gemm {
         experts: &Experts,
         c: Matrix,
         routed: &Routed<'_>,
+        workspace: &Workspace,
         order: Enqueue,
     ) -> Result<(), Error> {
         let ExpertChoice { config, num_ctas, .. } = prepared.choice;
+        let (a, routed) = match wants_order(&config) {
+            true => (self.ordered(a, experts, routed, workspace, order)?, routed.in_order()),
+            false => (a, *routed),
+        };
         let layout = experts.layout();
         let k_tiles = layout.num_k_tiles() as u32;
         let (n, k) = (layout.n as u32, layout.k as u32);
@@ -235,7 +298,8 @@ impl Gemm {
             },
         };
         let Enqueue { stream, overlap_previous } = order;
-        let list = arguments.list(&config.kind);
+        let mut list = arguments.list(&config.kind);
+        family_of(&config).extra_arguments(&config, &arguments, &mut list);
         let launch = Launch { grid: [num_ctas, 1], args: &list, stream, overlap_previous };
         Ok(self.backend.launch(&*prepared.kernel, &launch)?)
     }

@@ -202,11 +202,18 @@ impl Experts {
         }
     }
 
-    /// A product with them.
-    pub fn problem(&self, rows: Rows, tile_m: u32, max_blocks: u64) -> ExpertProblem {
+    /// A product with them, of blocks that there can be `max_blocks` of, `tile_m` rows each; rows of A are looked up in
+    /// a list of `listed_rows`, or have its order.
+    pub fn problem(
+        &self,
+        rows: Rows,
+        tile_m: u32,
+        max_blocks: u64,
+        listed_rows: Option<u64>,
+    ) -> ExpertProblem {
         let (n, k) = (self.layout.n as u32, self.layout.k as u32);
         let (kind, group) = (self.kind(), self.layout.group);
-        ExpertProblem { kind, n, k, group, rows, tile_m, max_blocks }
+        ExpertProblem { kind, n, k, group, rows, tile_m, max_blocks, listed_rows }
     }
 
     pub(super) fn bias_ptr(&self) -> Option<DevicePtr> {

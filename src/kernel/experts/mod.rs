@@ -6,10 +6,12 @@
 //! that there are no locks and no sums in scratch memory, and the bits do not depend on the grid.
 //! Blocks stand one after the other from the first record on; an empty record ends them. The record of an item is read
 //! one item ahead.
-//! Row i of the list reads row `token_ids[i]` of A, so that activations need not be gathered before.
+//! Row i of the list reads row `token_ids[i]` of A: family `sm80` looks each row up, `sm90wg` copies boxes of rows and
+//! wants them in the list's order, which [`rows`] brings them into.
 
 pub mod blocks;
 pub mod route;
+pub mod rows;
 pub mod select;
 
 use super::params::{emit_div, load_u32, load_u64, magic};
@@ -26,6 +28,15 @@ const THREADS: u32 = 256;
 pub const BLOCK_BYTES: u64 = 16;
 /// Experts lie at multiples of this many bytes.
 pub const EXPERT_ALIGN: u64 = 16;
+
+/// What a family's kernels for experts are like.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Support {
+    /// Most rows of a block.
+    pub tallest: u32,
+    /// Whether A must have the list's order.
+    pub in_order: bool,
+}
 
 /// The entry parameters of a product with experts; the host fills them in the same order.
 #[derive(Clone, Copy, Debug)]
@@ -185,6 +196,13 @@ pub struct Block {
 impl Block {
     pub(super) fn new(a: &mut Asm) -> Self {
         Self { expert: a.reg(), row_begin: a.reg(), num_rows: a.reg() }
+    }
+
+    /// Emits `place` moved to the expert's row of a matrix `[num_experts][n]` of elements.
+    pub(super) fn emit_row_of(&self, a: &mut Asm, place: Reg<B64>, n: Reg<B32>) {
+        let row_bytes = a.reg();
+        a.add_u32(row_bytes, n, n);
+        a.mad_wide_u32(place, self.expert, row_bytes, place);
     }
 
     /// Emits `self = other`.

@@ -29,7 +29,7 @@ mod ring;
 use self::ring::Cursor;
 use super::cost::{Cost, CostModel, MmaTerms, Work, of_mma};
 use super::epilogue::{Accumulators, Epilogue, Thread, epilogue_bytes};
-use super::experts::{Block, emit_items};
+use super::experts::{Block, Support, emit_items};
 use super::params::{Params, load_u32};
 use super::problem::{Config, Conversion, Problem, Rows, Scaling, Start};
 use super::stream::{
@@ -396,8 +396,8 @@ impl super::KernelFamily for Sm80Family {
         config.stages - 1
     }
 
-    fn takes_experts(&self) -> bool {
-        true
+    fn experts(&self) -> Option<Support> {
+        Some(Support { tallest: 64, in_order: false })
     }
 
     fn cost(&self, config: &Config, problem: &Problem, device: &DeviceSpec, stripe: u32) -> Cost {

@@ -26,9 +26,10 @@ mod supply;
 use self::supply::Supply;
 use super::MatrixInstruction;
 use super::cost::Cost;
+use super::experts::{Block, Support, emit_items};
 use super::params::{Arguments, Params, load_u32, magic};
 use super::problem::{Config, Conversion, Problem, Reduction, Rows, Scaling, Start};
-use super::stripe::{Dealt, Segment, emit_dealt_stripe};
+use super::stripe::{Dealt, Segment, Stripe, emit_dealt_stripe};
 use super::tile::Tile;
 use crate::asm::reg::{Param, Reg, Region};
 use crate::asm::types::{B32, Cmp, Pred, Special};
@@ -144,6 +145,13 @@ fn promotes(config: &Config) -> bool {
 struct Extra {
     /// Activations as a tensor of rows.
     a_map: Param,
+    /// How tiles are dealt out; blocks of experts are items instead.
+    tiling: Option<Tiling>,
+}
+
+/// The entry parameters that say which tile is where.
+#[derive(Clone, Copy, Debug)]
+struct Tiling {
     /// Row tiles of the batch.
     row_tiles: Param,
     /// Division by `row_tiles`.
@@ -156,8 +164,8 @@ struct Extra {
 
 impl Extra {
     fn declare(a: &mut Asm, config: &Config) -> Self {
-        Self {
-            a_map: a.param_tensor_map("a_map"),
+        let a_map = a.param_tensor_map("a_map");
+        let tiling = (!config.kind.experts).then(|| Tiling {
             row_tiles: a.param_u32("row_tiles"),
             row_tiles_magic: a.param_u32("row_tiles_magic"),
             row_tiles_shift: a.param_u32("row_tiles_shift"),
@@ -166,14 +174,13 @@ impl Extra {
                 end: a.param_u32("num_tiles"),
                 cluster: config.cluster_k,
             },
-        }
+        });
+        Self { a_map, tiling }
     }
 }
 
 /// The arguments for the entry parameters beside [`Params`].
 pub fn extra_arguments(config: &Config, arguments: &Arguments, list: &mut ArgList) {
-    let row_tiles = arguments.m.div_ceil(config.tile_m);
-    let (multiplier, shift) = magic(row_tiles);
     let a_map = TensorMap {
         base: DevicePtr(arguments.a_ptr),
         elements: [arguments.k.into(), arguments.m.into()],
@@ -182,6 +189,11 @@ pub fn extra_arguments(config: &Config, arguments: &Arguments, list: &mut ArgLis
         swizzle: Swizzle::B128,
     };
     list.push(Arg::TensorMap(a_map));
+    if config.kind.experts {
+        return;
+    }
+    let row_tiles = arguments.m.div_ceil(config.tile_m);
+    let (multiplier, shift) = magic(row_tiles);
     let first_whole = arguments.num_runs / arguments.k_tiles;
     let num_tiles = arguments.n.div_ceil(config.tile_n) * row_tiles;
     let numbers = [row_tiles, multiplier, shift, first_whole, num_tiles];
@@ -212,20 +224,39 @@ struct Place {
     column_tile: Reg<B32>,
     /// First row.
     row_begin: Reg<B32>,
+    /// The rows, if there are experts; else the batch ends them.
+    block: Option<Block>,
 }
 
 impl Wg<'_> {
+    /// Emits this CTA's part of the tiles.
+    fn emit_stripe(&self, a: &mut Asm) -> (Stripe, Segment) {
+        match (self.extra.tiling, self.params.optional.experts) {
+            (Some(tiling), _) => emit_dealt_stripe(a, &self.params, tiling.dealt),
+            (None, Some(experts)) => emit_items(a, self.params.k_tiles, experts),
+            (None, None) => unreachable!("kernels without experts have a tiling"),
+        }
+    }
+
     /// The segment's tile as a place: rows are fastest.
     fn emit_place(&self, a: &mut Asm, segment: &Segment) -> Place {
-        let row_tiles = load_u32(a, self.extra.row_tiles);
-        let multiplier = load_u32(a, self.extra.row_tiles_magic);
-        let shift = load_u32(a, self.extra.row_tiles_shift);
+        let Some(tiling) = self.extra.tiling else {
+            let block = segment.block.expect("kernels with experts have blocks");
+            return Place {
+                column_tile: segment.tile,
+                row_begin: block.row_begin,
+                block: Some(block),
+            };
+        };
+        let row_tiles = load_u32(a, tiling.row_tiles);
+        let multiplier = load_u32(a, tiling.row_tiles_magic);
+        let shift = load_u32(a, tiling.row_tiles_shift);
         let column_tile = super::params::emit_div(a, segment.tile, multiplier, shift);
         let [before, row_begin] = a.regs();
         a.mul_lo_u32(before, column_tile, row_tiles);
         a.sub_u32(row_begin, segment.tile, before);
         a.mul_lo_u32(row_begin, row_begin, self.config.tile_m);
-        Place { column_tile, row_begin }
+        Place { column_tile, row_begin, block: None }
     }
 
     /// Stages' worth of runs in a segment, of this CTA's share.
@@ -300,7 +331,16 @@ pub fn build(config: &Config, _target: SmArch) -> Module {
         a.cluster = config.cluster_k;
         a.section("cluster", |a| a.barrier_cluster_arrive_relaxed_aligned());
     }
-    let (stripe, segment) = a.section("stripe", |a| emit_dealt_stripe(a, &params, extra.dealt));
+    if config.kind.experts {
+        // The kernel before may be writing the row blocks.
+        a.section("stripe", |a| a.griddepcontrol_wait());
+    }
+    let (stripe, segment) = a.section("stripe", |a| wg.emit_stripe(a));
+    let end = segment.block.map(|block| {
+        let (end, idle) = (a.label("end"), a.test_u32(Cmp::Eq, block.num_rows, 0));
+        a.when(idle, |a| a.bra(end));
+        end
+    });
     let supply = a.section("supply", |a| {
         let supply = Supply::new(a, &wg);
         a.bar_sync(0);
@@ -312,6 +352,7 @@ pub fn build(config: &Config, _target: SmArch) -> Module {
         a.section("cluster", |a| a.barrier_cluster_wait_acquire_aligned());
     }
     wg.emit_consume(&mut a, &stripe, &segment, &supply);
+    end.into_iter().for_each(|end| a.bind(end));
     a.exit();
     let target = SmArch::specific(90);
     a.finish(&config.to_string(), target, config.num_threads(), config.ctas_per_sm)
@@ -368,6 +409,12 @@ impl super::KernelFamily for Sm90WgFamily {
                 config.warps_n, config.warps_k
             ));
         }
+        if config.kind.experts && config.num_warps() > 12 {
+            return Some(format!(
+                "{} warps: items of experts take registers that descriptors want, at most 12",
+                config.num_warps()
+            ));
+        }
         if ![1, 2].contains(&config.cluster_k) {
             return Some(format!("clusters of {}: 1 or 2 CTAs share a tile", config.cluster_k));
         }
@@ -411,6 +458,10 @@ impl super::KernelFamily for Sm90WgFamily {
 
     fn instruction(&self) -> MatrixInstruction {
         MatrixInstruction::Wgmma
+    }
+
+    fn experts(&self) -> Option<Support> {
+        Some(Support { tallest: 256, in_order: true })
     }
 
     fn stripe_step(&self, config: &Config) -> u32 {

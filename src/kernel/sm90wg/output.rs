@@ -11,6 +11,7 @@ use crate::asm::reg::{Param, Reg};
 use crate::asm::types::{B32, B64, Cmp, F32, Pred};
 use crate::kernel::elements::{emit_load_element, emit_round_into};
 use crate::kernel::epilogue::Accumulators;
+use crate::kernel::experts::RowWeights;
 use crate::kernel::params::{load_u32, load_u64};
 use crate::kernel::problem::{Config, Kind};
 use crate::kernel::reduction::{emit_lock_ptr_in, emit_num_helpers, emit_spin};
@@ -75,6 +76,14 @@ impl Wg<'_> {
             });
         } else {
             a.mov_b32(in_team, self.tid);
+        }
+        if segment.block.is_some() {
+            // No other CTA has a part of the tile.
+            a.section("output", |a| self.emit_rows_out(a, &sums, place));
+            if config.warps_k > 1 {
+                a.bind(done);
+            }
+            return;
         }
         let [own, output] = ["own", "output"].map(|name| a.label(name));
         let first = a.section("whose tile", |a| {
@@ -223,7 +232,7 @@ impl Wg<'_> {
         a.mad_lo_u32(load, out_row, pitch, part);
         a.mad_lo_u32(load, quad, 8, load);
         let n = load_u32(a, self.params.n);
-        let m = load_u32(a, self.params.m);
+        let m = place.block.is_none().then(|| load_u32(a, self.params.m));
         let stride = load_u32(a, self.params.c_stride_bytes);
         let c_ptr = load_u64(a, self.params.c_ptr);
         a.mul_lo_u32(channel, place.column_tile, config.tile_n);
@@ -231,7 +240,11 @@ impl Wg<'_> {
         a.mad_lo_u32(channel, quad, 4, channel);
         // Rows that exist from this thread's first one on, none if its channels do not exist.
         let exists = a.test_u32(Cmp::Lt, channel, n);
-        a.sub_u32(left, m, place.row_begin);
+        match (place.block, m) {
+            (Some(block), _) => a.mov_b32(left, block.num_rows),
+            (None, Some(m)) => a.sub_u32(left, m, place.row_begin),
+            (None, None) => unreachable!("rows end with the block or with the batch"),
+        }
         a.selp_b32(left, left, 0u32, exists);
         let out: Reg<B64> = a.reg();
         let first_row = a.reg();
@@ -285,6 +298,8 @@ struct Finish {
     /// Of each tile, channels g and g + 8. None if nothing is done.
     columns: Vec<[Column; 2]>,
     residual: Option<Residual>,
+    /// What rows are multiplied by after all of that, and how many exist from the thread's first one on.
+    row_weights: Option<(RowWeights, Reg<B32>)>,
 }
 
 impl Finish {
@@ -292,12 +307,16 @@ impl Finish {
         let config = wg.config;
         let per_column = config.group == Group::PerColumn;
         let optional = wg.params.optional;
-        let Kind { activation, factor, bias, residual, .. } = config.kind;
-        if !(per_column || factor || bias || residual) {
-            return Self { columns: Vec::new(), residual: None };
+        let Kind { activation, factor, bias, residual, experts, .. } = config.kind;
+        if !(per_column || factor || bias || residual || experts) {
+            return Self { columns: Vec::new(), residual: None, row_weights: None };
         }
         let tiles = config.tiles_per_warp();
-        let scales_ptr = per_column.then(|| load_u64(a, wg.params.column_scales_ptr));
+        let block = place.block.as_ref();
+        let scales_ptr = per_column.then(|| {
+            let base = load_u64(a, wg.params.column_scales_ptr);
+            wg.params.emit_base(a, base, block)
+        });
         let n = load_u32(a, wg.params.n);
         // The owners are the first team.
         let warp_n = wg.warp;
@@ -306,7 +325,7 @@ impl Finish {
         a.mul_lo_u32(channel, place.column_tile, config.tile_n);
         a.mad_lo_u32(channel, warp_n, 16 * tiles, channel);
         a.add_u32(channel, channel, g);
-        let factor = optional.emit_factor(a, None);
+        let factor = optional.emit_factor(a, block);
         let pointer = |a: &mut Asm, base: Reg<B64>| {
             let from: Reg<B64> = a.reg();
             a.mad_wide_u32(from, channel, 2, base);
@@ -315,7 +334,9 @@ impl Finish {
         let scales_from = scales_ptr.map(|base| pointer(a, base));
         let bias_from = optional.bias_ptr.map(|param| {
             let base = load_u64(a, param);
-            pointer(a, base)
+            let from = pointer(a, base);
+            block.into_iter().for_each(|block| block.emit_row_of(a, from, n));
+            from
         });
         let residual = optional.residual.map(|params| Residual::new(a, wg, params, place, channel));
         let columns = (0..tiles).map(|tile| {
@@ -340,12 +361,30 @@ impl Finish {
                 Column { exists, scale, bias }
             })
         });
-        Self { columns: columns.collect(), residual }
+        let columns = columns.collect();
+        let row_weights = optional.experts.zip(place.block).map(|(experts, block)| {
+            // Lane (g, c) has rows 2 c and 2 c + 1 of every 8.
+            let [first, row, left] = a.regs();
+            a.and_b32(first, wg.lane, 3);
+            a.add_u32(first, first, first);
+            a.add_u32(row, block.row_begin, first);
+            a.min_u32(left, first, block.num_rows);
+            a.sub_u32(left, block.num_rows, left);
+            (experts.emit_row_weights(a, row), left)
+        });
+        Self { columns, residual, row_weights }
     }
 
     /// Emits what is done to fragment `j` of a tile.
     fn emit(&self, a: &mut Asm, (tile, j): (usize, usize), sums: [Reg<F32>; 4]) -> [Reg<F32>; 4] {
         let Some(columns) = self.columns.get(tile) else { return sums };
+        let row_weights: Option<[Reg<F32>; 2]> = self.row_weights.map(|(weights, left)| {
+            std::array::from_fn(|odd| {
+                let row = (8 * j + odd) as u32;
+                let exists = a.test_u32(Cmp::Gt, left, row);
+                weights.emit_load(a, exists, row)
+            })
+        });
         std::array::from_fn(|r| {
             let column = &columns[r / 2];
             let mut value = sums[r];
@@ -362,6 +401,11 @@ impl Finish {
                 let sum = a.reg();
                 a.add_f32(sum, value, added);
                 value = sum;
+            }
+            if let Some(weights) = row_weights {
+                let product = a.reg();
+                a.mul_f32(product, value, weights[r % 2]);
+                value = product;
             }
             value
         })

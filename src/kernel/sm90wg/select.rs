@@ -67,7 +67,9 @@ pub(super) fn registers_needed(config: &Config) -> u32 {
         (false, 1) => 66,
         (false, _) => 90,
     };
-    sums(config) + others
+    // Items of experts are read ahead, by supply and consumers.
+    let items = if config.kind.experts { 16 } else { 0 };
+    sums(config) + others + items
 }
 
 /// Configurations for a problem: each with as many stages as fit, down to the fewest that overlap. Without `all`

@@ -13,7 +13,7 @@ use crate::asm::Asm;
 use crate::asm::reg::Reg;
 use crate::asm::types::{B32, B64, Cmp, Pred};
 use crate::kernel::params::{load_u32, load_u64};
-use crate::kernel::stripe::{Segment, Stripe, emit_dealt_stripe};
+use crate::kernel::stripe::{Segment, Stripe};
 
 /// L2 policy of the weight stream: evict first. Source: what `createpolicy.fractional.L2::evict_first` gives.
 const EVICT_FIRST: u64 = 0x12f0_0000_0000_0000;
@@ -91,7 +91,7 @@ impl<'a> Supply<'a> {
         a.add_u32(full, wg.smem, wg.plan.full.start);
         a.add_u32(full_end, full, 8 * config.stages);
         a.mov_b32(parity, 1);
-        let (stripe, segment) = emit_dealt_stripe(a, &wg.params, wg.extra.dealt);
+        let (stripe, segment) = wg.emit_stripe(a);
         let supply = Self {
             wg,
             tiles,
@@ -126,6 +126,7 @@ impl<'a> Supply<'a> {
         let place = wg.emit_place(a, segment);
         let num_columns = load_u32(a, wg.params.num_chunk_columns);
         let b_ptr = load_u64(a, wg.params.b_ptr);
+        let b_ptr = wg.params.emit_base(a, b_ptr, segment.block.as_ref());
         let [first_column, last_column, first] = a.regs();
         a.mul_lo_u32(first_column, place.column_tile, geometry.columns);
         a.mad_lo_u32(first_column, self.group, self.tiles, first_column);

@@ -112,6 +112,7 @@ fn lists_of_the_callers() {
             let gemm = Gemm::new(device.backend.clone());
             let experts = stack.upload::<f16>(&gemm);
             let routing = gemm.routing(4, tokens as u64, 2).expect("it fits");
+            let workspace = gemm.expert_workspace(&experts, tokens as u64, 2).expect("it fits");
             let ptrs: [DevicePtr; 5] = [
                 put(&device, &offsets),
                 put(&device, &token_ids),
@@ -138,6 +139,7 @@ fn lists_of_the_callers() {
                 &experts,
                 matrix(c_ptr, n),
                 &routed,
+                &workspace,
                 Stream::default(),
             )
             .unwrap_or_else(|error| panic!("{}", chain(&error)));
@@ -175,6 +177,7 @@ fn wrong_lists_reach_no_foreign_memory() {
             let gemm = Gemm::new(device.backend.clone());
             let experts = stack.upload::<f16>(&gemm);
             let routing = gemm.routing(4, 6, 1).expect("it fits");
+            let workspace = gemm.expert_workspace(&experts, 6, 1).expect("it fits");
             let token_ids = [0, 5, u32::MAX, 6, 1 << 30, 2];
             let a: Vec<f16> = crate::types::numbers(6 * k, 1.0, &mut random);
             let ptrs = [
@@ -193,6 +196,7 @@ fn wrong_lists_reach_no_foreign_memory() {
                 &experts,
                 matrix(c, n),
                 &routed,
+                &workspace,
                 Stream::default(),
             );
             // Two experts with the same row write it both, which is a race and nothing worse.
@@ -226,8 +230,10 @@ fn the_bound_of_blocks_holds_and_is_met() {
     // Eight experts of 17 rows each.
     assert_eq!(max_blocks(8 * 17, 8, 16), 16);
     // Blocks are as high as the batch wants them.
-    assert_eq!(tile_m(8, 1, 128), 1);
-    assert_eq!(tile_m(128, 16, 128), 8);
-    assert_eq!(tile_m(1024, 512, 8), 64);
-    assert_eq!(tile_m(0, 0, 8), 1);
+    assert_eq!(tile_m(8, 1, 128, 256), 1);
+    assert_eq!(tile_m(128, 16, 128, 256), 8);
+    assert_eq!(tile_m(1024, 512, 8, 64), 64);
+    assert_eq!(tile_m(1024, 512, 8, 256), 256);
+    assert_eq!(tile_m(300, 150, 4, 256), 128);
+    assert_eq!(tile_m(0, 0, 8, 64), 1);
 }

@@ -140,15 +140,18 @@ impl<'a> Run<'a> {
         routed: &Routed<'_>,
     ) -> Result<(), makaira::gemm::Error> {
         let order = if self.early { Stream::default().early() } else { Stream::default().into() };
+        let Batch { tokens, top_k, .. } = *self.batch;
+        let workspace = gemm.expert_workspace(experts, tokens as u64, top_k as u32)?;
         let Some(mut config) = self.config else {
-            return gemm.matmul_experts(a, experts, c, routed, order);
+            return gemm.matmul_experts(a, experts, c, routed, &workspace, order);
         };
         config.kind = experts.kind();
-        let problem = experts.problem(config.rows, config.tile_m, routed.max_blocks());
+        let problem =
+            experts.problem(config.rows, config.tile_m, routed.max_blocks(), Some(routed.rows()));
         let choice: ExpertChoice =
             problem.choice(&config, self.device.backend.device()).expect("few items");
         let prepared = gemm.prepare_expert_choice(choice)?;
-        gemm.matmul_experts_with(&prepared, a, experts, c, routed, order)
+        gemm.matmul_experts_with(&prepared, a, experts, c, routed, &workspace, order)
     }
 
     /// The rows of the list with what is right for each, and C, of which nothing else was written.
@@ -169,8 +172,9 @@ impl<'a> Run<'a> {
         let size = (squares / n as f64).sqrt().min(100.0);
         let bias: Vec<E> = numbers(num_experts * n, size, random);
         let (a_stride, c_stride) = (k + self.gap, n + self.gap);
-        // A ends with its last element: what lies behind it is not even allocated.
-        let mut laid = vec![POISON; (a.len() / k).max(1) * a_stride - self.gap];
+        // A ends with its last element: what lies behind it is not even allocated. Rows past the list's end are NaN.
+        let a_rows = if self.in_order { rows } else { batch.tokens };
+        let mut laid = vec![POISON; a_rows.max(1) * a_stride - self.gap];
         for (row, from) in a.chunks(k).enumerate() {
             laid[row * a_stride..][..k].copy_from_slice(bytemuck::cast_slice(from));
         }

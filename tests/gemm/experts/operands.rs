@@ -37,14 +37,22 @@ fn b11_experts_without_rows() {
         let gemm = Gemm::new(device.backend.clone());
         let experts = stack.upload::<f16>(&gemm);
         let routing = gemm.routing(5, 0, 2).expect("it fits");
+        let workspace = gemm.workspace_of(0, 0).expect("nothing");
         let c = put(&device, &[0x7d5au16; 64]);
         let nothing = Choices { ids: c, weights: None, tokens: 0 };
         let routed = gemm.route(&routing, nothing, Stream::default()).expect("it runs");
         let offsets: Vec<u32> = take(&device, routing.offsets_ptr(), 6);
         assert_eq!(offsets, [0; 6]);
         let matrix = |stride| Matrix { ptr: c, stride };
-        gemm.matmul_experts(matrix(256), &experts, matrix(1408), &routed, Stream::default())
-            .expect("nothing to do");
+        gemm.matmul_experts(
+            matrix(256),
+            &experts,
+            matrix(1408),
+            &routed,
+            &workspace,
+            Stream::default(),
+        )
+        .expect("nothing to do");
         assert_eq!(take::<u16>(&device, c, 64), [0x7d5a; 64]);
         device.backend.free(c).expect("it is ours");
     }
@@ -73,12 +81,20 @@ fn b15_tokens_beyond_32_bits() {
         let gemm = Gemm::new(backend.clone());
         let experts = stack.upload::<f16>(&gemm);
         let routing = gemm.routing(2, tokens as u64, 1).expect("it fits");
+        let workspace = gemm.expert_workspace(&experts, tokens as u64, 1).expect("it fits");
         let ids = put(&device, &batch.ids);
         let choices = Choices { ids, weights: None, tokens: tokens as u64 };
         let routed = gemm.route(&routing, choices, Stream::default()).expect("it runs");
         let matrix = |ptr| Matrix { ptr, stride: stride / 2 };
-        gemm.matmul_experts(matrix(a_ptr), &experts, matrix(c_ptr), &routed, Stream::default())
-            .unwrap_or_else(|error| panic!("{}", chain(&error)));
+        gemm.matmul_experts(
+            matrix(a_ptr),
+            &experts,
+            matrix(c_ptr),
+            &routed,
+            &workspace,
+            Stream::default(),
+        )
+        .unwrap_or_else(|error| panic!("{}", chain(&error)));
         let mut c = Vec::new();
         for row in 0..tokens as u64 {
             let bytes: Vec<u8> = take(&device, c_ptr.offset(row * stride), 256);
@@ -168,9 +184,10 @@ fn lists_that_do_not_fit_are_refused() {
         let routed = gemm.route_list(&routing, list, Stream::default());
         refused(routed.map(|_| ()), &["offsets", "multiple of 4"]);
         let routed = route(choices(memory, 8)).expect("it fits");
+        let workspace = gemm.workspace_of(0, 0).expect("nothing");
         let matrix = |ptr, stride| Matrix { ptr, stride };
         let run = |a, c, experts: &Experts| {
-            gemm.matmul_experts(a, experts, c, &routed, Stream::default())
+            gemm.matmul_experts(a, experts, c, &routed, &workspace, Stream::default())
         };
         let good = matrix(memory, 128);
         refused(run(matrix(memory.offset(1), 128), good, &experts), &["a:", "odd"]);
@@ -193,7 +210,7 @@ fn kernels_for_others_are_refused() {
         let experts = stack.upload::<f16>(&gemm);
         let mut run = Run::new(&device, &stack, &batch);
         run.tile_m = Some(16);
-        let problem = experts.problem(makaira::kernel::Rows::Whole, 8, 4);
+        let problem = experts.problem(makaira::kernel::Rows::Whole, 8, 4, Some(64));
         let ranked = problem.ranked(device.backend.device()).expect("kernels take it");
         run.config = Some(ranked[0].config);
         let why = run.check::<f16>(&mut random).err().expect("blocks have 16 rows");

@@ -2,8 +2,9 @@
 
 use half::{bf16, f16};
 use makaira::backend::Stream;
+use makaira::gemm::experts::Choices;
 use makaira::gemm::{Gemm, Matrix};
-use makaira::kernel::experts::select::{BLOCK_ROWS, ExpertProblem};
+use makaira::kernel::experts::select::{BLOCK_ROWS, COMMON_BLOCK_ROWS, ExpertProblem};
 use makaira::kernel::select::{self, Choice};
 use makaira::kernel::{Config, Problem, Rows};
 use makaira::weights::{FORMATS, ScaleType, WeightFormat};
@@ -91,8 +92,11 @@ fn every_height_of_blocks() {
         let seed = makaira::reference::Random::fresh_seed();
         let mut random = Random(seed);
         for tile_m in BLOCK_ROWS {
-            for raw in [-1, 128, 32] {
-                let (n, k) = random.pick(&[(128, 640), (192, 384)]);
+            // One scale per column is a matter of low tiles.
+            let groups = if tile_m > COMMON_BLOCK_ROWS { &[128, 32][..] } else { &[-1, 128, 32] };
+            let groups = if tile_m < 64 { groups } else { &[random.pick(groups)] };
+            for raw in groups.iter().copied() {
+                let (n, k) = random.pick(&[(128, 384), (192, 256)]);
                 let stack = Stack::new(u4b8(), 5, (n, k), raw, ScaleType::F16, &mut random);
                 let edge = tile_m as usize;
                 let batches = [
@@ -102,12 +106,16 @@ fn every_height_of_blocks() {
                     Batch::new(2 * edge + random.below(edge + 1), 2, &[1, 2, 3], &mut random),
                     Batch::new(edge.max(7) - 1, 3, &[0, 1, 2, 3, 4], &mut random),
                 ];
-                for batch in &batches {
+                let few = if tile_m < 64 { 0 } else { 2 };
+                for batch in &batches[few..] {
                     let gemm = Gemm::new(device.backend.clone());
                     let experts = stack.upload::<f16>(&gemm);
                     let rows = Rows::of(n, k);
-                    let configs = ranked(&experts.problem(rows, tile_m, 8), &device);
-                    for config in [configs[0], random.pick(&configs)] {
+                    let configs = ranked(&experts.problem(rows, tile_m, 8, Some(64)), &device);
+                    let best = |family| configs.iter().find(|config| config.family == family);
+                    let best = [best("sm80"), best("sm90wg")].into_iter().flatten().copied();
+                    assert_eq!(best.clone().count(), 1 + usize::from((16..=64).contains(&tile_m)));
+                    for config in best.chain([random.pick(&configs)]) {
                         let mut run = Run::new(&device, &stack, batch);
                         (run.tile_m, run.config) = (Some(tile_m), Some(config));
                         run.weighted = random.below(2) == 0;
@@ -190,7 +198,8 @@ fn the_same_bits_as_expert_by_expert() {
             let batch = Batch::new(3 * tile_m as usize / 2 + 1, 2, &[0, 2, 3], &mut random);
             let gemm = Gemm::new(device.backend.clone());
             let experts = stack.upload::<f16>(&gemm);
-            let config = random.pick(&ranked(&experts.problem(Rows::Whole, tile_m, 8), &device));
+            let config =
+                random.pick(&ranked(&experts.problem(Rows::Whole, tile_m, 8, Some(64)), &device));
             let mut run = Run::new(&device, &stack, &batch);
             (run.tile_m, run.config) = (Some(tile_m), Some(config));
             let what = format!("{config} seed {seed}");
@@ -199,5 +208,27 @@ fn the_same_bits_as_expert_by_expert() {
             let expected = one_by_one(&device, &stack, &product, config);
             assert!(product.c == expected, "{what}: other bits");
         }
+    }
+}
+
+/// Batches so large that Hopper's blocks are taller than the family of odd rows takes: they are cut again.
+#[test]
+fn odd_rows_in_tall_blocks() {
+    for device in devices() {
+        let mut random = Random(31);
+        let stack = Stack::new(u4b8(), 2, (35, 130), -1, ScaleType::F16, &mut random);
+        let batch = Batch::new(150, 2, &[0, 1], &mut random);
+        let mut run = Run::new(&device, &stack, &batch);
+        run.gap = 1;
+        (run.early, run.weighted) = (true, true);
+        let gemm = Gemm::new(device.backend.clone());
+        let choices =
+            Choices { ids: put(&device, &batch.ids), weights: None, tokens: batch.tokens as u64 };
+        let routing = run.routing(&gemm);
+        let routed = gemm.route(&routing, choices, Stream::default()).expect("it fits");
+        let hopper = device.backend.device().arch.sm == 90;
+        assert_eq!(routed.tile_m() > COMMON_BLOCK_ROWS, hopper);
+        run.check::<f16>(&mut random).unwrap_or_else(|why| panic!("{why}"));
+        device.backend.free(choices.ids).expect("it is ours");
     }
 }

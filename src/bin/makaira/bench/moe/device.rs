@@ -45,6 +45,7 @@ pub struct Stack {
     c: DevicePtr,
     /// Whether rows of A are those of the list, which are multiplied by what they are worth.
     in_order: bool,
+    workspace: Workspace,
 }
 
 /// A batch: its choices, and its lists on the device.
@@ -214,6 +215,8 @@ impl Stack {
         let a = backend.alloc(2 * activations.len() as u64)?;
         backend.upload(a, bytemuck::cast_slice(&activations))?;
         let c = backend.alloc(2 * max_rows * shape.n as u64)?;
+        let max_tokens = max_rows / u64::from(model.top_k);
+        let workspace = gemm.expert_workspace(&copies[0], max_tokens, model.top_k)?;
         let (num_experts, in_order) = (model.num_experts, product > 0);
         Ok(Self {
             backend,
@@ -227,6 +230,7 @@ impl Stack {
             activations,
             c,
             in_order,
+            workspace,
         })
     }
 
@@ -250,7 +254,7 @@ impl Stack {
         let a = Matrix { ptr: self.a, stride: self.shape.k as u64 };
         let c = Matrix { ptr: self.c, stride: self.shape.n as u64 };
         let experts = &self.copies[idx % self.copies.len()];
-        Ok(gemm.matmul_experts(a, experts, c, &routed, order)?)
+        Ok(gemm.matmul_experts(a, experts, c, &routed, &self.workspace, order)?)
     }
 
     /// Enqueues one product for each expert that has rows, as one does without experts in one launch. Rows of A are
