@@ -129,6 +129,10 @@ pub(super) fn gathered_words(
 ) -> ColumnWords {
     let mut columns = [[padding; TILE_CHANNELS]; TILE_K / 4];
     let channels = matrix.n().saturating_sub(n0).min(TILE_CHANNELS);
+    // Past N there is nothing to point at either.
+    if channels == 0 {
+        return columns;
+    }
     let bits = matrix.format().bits() as usize;
     let per_word = 32 / bits;
     let mask = u32::MAX >> (32 - bits);

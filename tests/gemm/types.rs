@@ -444,7 +444,7 @@ fn inputs_in_any_order_of_groups() {
                 for at in (1..k).rev() {
                     g_idx.swap(at, random.below(at + 1));
                 }
-                let shape = (random.pick(&[64, 188]), k);
+                let shape = (random.pick(&[64, 188, 32, 7]), k);
                 let order = Some((g_idx, num_groups));
                 let element = random.pick(&[ScaleType::F16, ScaleType::BF16]);
                 let layer = TypedLayer::in_order(format, shape, raw, element, order, &mut random);

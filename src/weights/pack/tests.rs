@@ -225,6 +225,37 @@ proptest! {
     }
 }
 
+/// Outputs that end before the last tiles of their chunk, in every source order that inputs can be gathered from.
+#[test]
+fn gathered_layers_of_any_number_of_outputs() {
+    for n in [1, 16, 32, 48, 64, 72] {
+        let k = 64;
+        let (codes, mut scales) = contents(n, k, 4, 3 + n as u64);
+        // Numbers only: they are compared.
+        scales.iter_mut().for_each(|bits| *bits &= 0xbbff);
+        let scales = Scales::f16(bytemuck::cast_slice(&scales), ScaleOrder::Rows);
+        let g_idx: Vec<u8> = (0..k as i32).flat_map(|i| (i * 5 % 4).to_le_bytes()).collect();
+        for (name, bytes) in sources(4, n, k, &codes) {
+            let parts = MatrixParts {
+                n,
+                k,
+                group: Group::Size(16),
+                format: &U4B8,
+                codes: codes_of(name, &bytes[1..]),
+                scales,
+                zeros: None,
+                g_idx: Some(&g_idx),
+            };
+            let matrix = QuantMatrix::from_parts(parts).expect("legal");
+            let packed = PackedWeights::pack(&matrix, 1).expect("packs");
+            for (at, weight) in packed.dequantize().into_iter().enumerate() {
+                let (k, n) = (at % k, at / k);
+                assert_eq!(f64::from(weight), matrix.value(k, n), "{name}: ({k}, {n})");
+            }
+        }
+    }
+}
+
 #[test]
 fn padding_decodes_to_zero_and_scales_to_zero() {
     let (n, k) = (70, 160);
