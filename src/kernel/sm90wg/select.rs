@@ -113,7 +113,8 @@ pub(super) fn candidates(problem: &Problem, all: bool) -> Vec<Vec<Config>> {
                         (1 + IN_FLIGHT_BYTES.div_ceil(weights)).clamp(MIN_STAGES, MAX_STAGES);
                     // Few rows gain nothing by scaled fragments, many nothing by promoted sums.
                     let gains = match scaling {
-                        Scaling::Promote => tile_m <= 96,
+                        // With one scale a column none are promoted.
+                        Scaling::Promote => tile_m <= 96 || problem.group == Group::PerColumn,
                         Scaling::Fragment => tile_m >= 48 || problem.group != Group::Size(128),
                     };
                     let step = geometry.stage_runs * cluster_k;
