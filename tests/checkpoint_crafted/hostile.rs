@@ -2,17 +2,18 @@
 //! end in a value or a typed refusal, never in a panic.
 
 use half::f16;
-use makaira::checkpoint::{Checkpoint, Dtype};
+use makaira::checkpoint::Dtype;
 use makaira::reference::Random;
 use makaira::weights::PackedWeights;
 use serde_json::{Value, json};
 
 use crate::compressed::config;
+use crate::fuzz::{SEEDS, read_all};
 use crate::gptq::{gptq_config, gptq_layer};
 use crate::support::{Folder, Parts, random_bytes};
 
 /// A small checkpoint of each convention, legal as it is.
-fn seeds(random: &mut Random) -> Vec<(Parts, Value)> {
+fn seeds(random: &mut Random) -> Vec<(&'static str, Parts, Value)> {
     let (n, k, groups) = (16, 128, 4);
     let mut tensor = |name: &str, dtype: Dtype, shape: &[usize]| {
         let count = shape.iter().product::<usize>() * dtype.bitsize() / 8;
@@ -37,9 +38,10 @@ fn seeds(random: &mut Random) -> Vec<(Parts, Value)> {
     marlin["checkpoint_format"] = "marlin".into();
     let shape = [n as i64, k as i64].iter().flat_map(|size| size.to_le_bytes()).collect();
     vec![
-        (gptq_layer(n, k, groups, 7), gptq_config(32)),
-        (gptq_layer(n, k, groups, 3), asymmetric),
+        ("gptq", gptq_layer(n, k, groups, 7), gptq_config(32)),
+        ("gptq-asymmetric", gptq_layer(n, k, groups, 3), asymmetric),
         (
+            "awq",
             Parts::from([
                 tensor(".qweight", Dtype::I32, &[k, n / 8]),
                 tensor(".qzeros", Dtype::I32, &[groups, n / 8]),
@@ -48,6 +50,7 @@ fn seeds(random: &mut Random) -> Vec<(Parts, Value)> {
             json!({ "quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm" }),
         ),
         (
+            "marlin",
             Parts::from([
                 tensor(".B", Dtype::I32, &[k / 16, 128]),
                 tensor(".s", Dtype::F16, &[groups, 64]),
@@ -55,6 +58,7 @@ fn seeds(random: &mut Random) -> Vec<(Parts, Value)> {
             marlin,
         ),
         (
+            "ct-int4",
             Parts::from([
                 tensor(".weight_packed", Dtype::I32, &[n, k / 8]),
                 tensor(".weight_scale", Dtype::BF16, &[n, groups]),
@@ -64,6 +68,7 @@ fn seeds(random: &mut Random) -> Vec<(Parts, Value)> {
             config("pack-quantized", int4),
         ),
         (
+            "ct-fp8",
             Parts::from([
                 tensor(".weight", Dtype::F8_E4M3, &[n, k]),
                 tensor(".weight_scale", Dtype::F32, &[n, 1]),
@@ -71,6 +76,7 @@ fn seeds(random: &mut Random) -> Vec<(Parts, Value)> {
             config("float-quantized", float8),
         ),
         (
+            "fp8-blocks",
             Parts::from([
                 tensor(".weight", Dtype::F8_E4M3, &[n, k]),
                 tensor(".weight_scale_inv", Dtype::F32, &[1, 1]),
@@ -78,6 +84,7 @@ fn seeds(random: &mut Random) -> Vec<(Parts, Value)> {
             json!({ "quant_method": "fp8", "weight_block_size": [128, 128] }),
         ),
         (
+            "ct-mxfp4",
             Parts::from([
                 tensor(".weight_packed", Dtype::U8, &[n, k / 2]),
                 tensor(".weight_scale", Dtype::U8, &[n, k / 32]),
@@ -85,6 +92,7 @@ fn seeds(random: &mut Random) -> Vec<(Parts, Value)> {
             config("mxfp4-pack-quantized", float4),
         ),
         (
+            "ct-nvfp4",
             Parts::from([
                 tensor(".weight_packed", Dtype::U8, &[n, k / 2]),
                 tensor(".weight_scale", Dtype::F8_E4M3, &[n, k / 16]),
@@ -93,13 +101,14 @@ fn seeds(random: &mut Random) -> Vec<(Parts, Value)> {
             config("nvfp4-pack-quantized", nvfp4),
         ),
         (
+            "mxfp4-blocks",
             Parts::from([
                 tensor("_blocks", Dtype::U8, &[2, n, k / 32, 16]),
                 tensor("_scales", Dtype::U8, &[2, n, k / 32]),
             ]),
             json!({ "quant_method": "mxfp4", "modules_to_not_convert": ["a.*.b"] }),
         ),
-        (Parts::from([tensor(".weight", Dtype::BF16, &[n, k])]), Value::Null),
+        ("plain", Parts::from([tensor(".weight", Dtype::BF16, &[n, k])]), Value::Null),
     ]
 }
 
@@ -206,41 +215,29 @@ fn spoil_config(value: &mut Value, random: &mut Random) {
     }
 }
 
-/// Reads everything that the checkpoint offers; whether all of it was accepted.
-fn read_all(checkpoint: &Checkpoint) -> bool {
-    let mut accepted = true;
-    for finding in checkpoint.findings() {
-        assert!(!finding.to_string().is_empty());
-    }
-    for info in checkpoint.layers() {
-        assert!(!info.to_string().is_empty() && info.ranks_by_inputs(false).contains(&1));
-        let findings = checkpoint.inspect(&info.name);
-        let weight = checkpoint.load(&info.name, 1);
-        accepted &= findings.is_ok() && weight.is_ok();
-        let Ok(weight) = weight else { continue };
-        let matrix = weight.view();
-        assert_eq!((matrix.n(), matrix.k()), (info.n, info.k));
-        for at in 0..matrix.n() * matrix.k() {
-            let (k, n) = (at % matrix.k(), at / matrix.k());
-            // NaN codes of fp8 are values too; scales are finite by now.
-            let _ = matrix.value(k, n);
-            assert!(matrix.scale(matrix.group_of_input(k), n).is_finite());
-        }
-        match (matrix.check_packable(), PackedWeights::pack(&matrix, 1)) {
-            (Ok(()), Ok(packed)) => {
-                assert_eq!((packed.layout().n, packed.layout().k), (info.n, info.k))
+/// What fuzzers start from is one of each of these; written with `MAKAIRA_BLESS=1`.
+#[test]
+fn fuzzers_start_from_a_checkpoint_of_each_convention() {
+    let seeds = seeds(&mut Random::new(1));
+    if std::env::var_os("MAKAIRA_BLESS").is_some() {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/seeds");
+        for (name, parts, config) in &seeds {
+            let written = Folder::new(parts, config);
+            for (from, to) in [("config.json", "json"), ("model.safetensors", "safetensors")] {
+                let to = folder.join(format!("{name}.{to}"));
+                std::fs::copy(written.file(from), to).expect("writable");
             }
-            (Ok(()), Err(error)) => panic!("said to pack: {error}"),
-            (Err(_), packed) => assert!(packed.is_err(), "said not to pack"),
         }
     }
-    accepted
+    let mut names: Vec<&str> = seeds.iter().map(|(name, ..)| *name).collect();
+    names.sort_unstable();
+    assert_eq!(names, SEEDS.iter().map(|(name, ..)| *name).collect::<Vec<_>>());
 }
 
 #[test]
 fn legal_seeds_are_accepted() {
     let mut random = Random::new(Random::fresh_seed());
-    for (parts, config) in seeds(&mut random) {
+    for (_, parts, config) in seeds(&mut random) {
         let folder = Folder::new(&parts, &config);
         let checkpoint = folder.open().unwrap_or_else(|error| panic!("{config}: {error}"));
         assert!(!checkpoint.layers().is_empty(), "{config}");
@@ -258,7 +255,7 @@ fn b31_b39_b75_b87_b89_spoilt_checkpoints_never_panic() {
     let seeds = seeds(&mut random);
     let (mut num_accepted, mut num_refused) = (0, 0);
     for round in 0..1500 {
-        let (mut parts, mut config) = seeds[round % seeds.len()].clone();
+        let (_, mut parts, mut config) = seeds[round % seeds.len()].clone();
         for _ in 0..1 + below(&mut random, 2) {
             if config.is_null() || below(&mut random, 2) == 0 {
                 if !parts.is_empty() {

@@ -4,6 +4,9 @@
 mod awq;
 mod compressed;
 mod floats;
+#[allow(dead_code)]
+#[path = "../../fuzz/src/lib.rs"]
+mod fuzz;
 mod gptq;
 mod hostile;
 mod support;
