@@ -42,14 +42,21 @@ pub fn may_want_order(device: &DeviceSpec) -> bool {
     families(device).any(|(_, support)| support.in_order)
 }
 
-/// Rows of a block, at most `tallest`, for a list of `rows` rows of `tokens` tokens: what holds half as much again as an expert gets on
-/// average, but not more than a token's one row for each token.
+/// Rows of a block, at most `tallest`, for a list of `rows` rows of `tokens` tokens.
 ///
-/// Up to 8 rows cost the same tensor work, so that blocks are lower only where no expert can have more.
+/// Low blocks cost about the same whatever their height, since the weights are converted for each, so they hold half as
+/// much again as an expert gets on average, but not more than a token's one row for each token. Tall ones cost by
+/// their rows, and on average half of an expert's last one is empty.
 pub fn tile_m(rows: u64, tokens: u64, num_experts: u32, tallest: u32) -> u32 {
     let experts = u64::from(num_experts).clamp(1, rows.max(1));
-    let wanted = (3 * rows).div_ceil(2 * experts).max(8).min(tokens);
-    let fits = |tile_m: &u32| *tile_m == tallest || u64::from(*tile_m) >= wanted;
+    let wanted = match rows / experts {
+        // Up to 8 rows cost the same tensor work.
+        0..=42 => (3 * rows).div_ceil(2 * experts).max(8),
+        43..=128 => 64,
+        129..=512 => 128,
+        _ => 256,
+    };
+    let fits = |tile_m: &u32| *tile_m == tallest || u64::from(*tile_m) >= wanted.min(tokens);
     BLOCK_ROWS.into_iter().find(fits).unwrap_or(COMMON_BLOCK_ROWS)
 }
 

@@ -233,7 +233,10 @@ fn the_bound_of_blocks_holds_and_is_met() {
     assert_eq!(tile_m(8, 1, 128, 256), 1);
     assert_eq!(tile_m(128, 16, 128, 256), 8);
     assert_eq!(tile_m(1024, 512, 8, 64), 64);
-    assert_eq!(tile_m(1024, 512, 8, 256), 256);
-    assert_eq!(tile_m(300, 150, 4, 256), 128);
+    assert_eq!(tile_m(1024, 512, 8, 256), 64);
+    assert_eq!(tile_m(300, 150, 4, 256), 64);
+    assert_eq!(tile_m(4000, 2000, 8, 256), 128);
+    assert_eq!(tile_m(9000, 3000, 8, 256), 256);
+    assert_eq!(tile_m(3000, 100, 10, 256), 128);
     assert_eq!(tile_m(0, 0, 8, 64), 1);
 }
