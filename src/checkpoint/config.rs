@@ -7,9 +7,10 @@
 
 use std::path::{Path, PathBuf};
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::Error;
+use super::dynamic::Overrides;
 use super::names::Names;
 use super::schemes::Schemes;
 
@@ -30,6 +31,8 @@ pub struct QuantConfig {
     ignored: Names,
     /// The schemes of compressed-tensors.
     schemes: Schemes,
+    /// Settings of GPTQ that differ by module.
+    overrides: Overrides,
     /// Blocks of the model, by the model's own configuration.
     num_blocks: Option<usize>,
 }
@@ -64,8 +67,15 @@ impl QuantConfig {
 
     /// The configuration of a checkpoint that is not quantised.
     fn plain(path: PathBuf) -> Self {
-        let (fields, ignored, schemes) = (Value::Null, Names::default(), Schemes::default());
-        Self { path, method: None, fields, ignored, schemes, num_blocks: None }
+        Self {
+            path,
+            method: None,
+            fields: Value::Null,
+            ignored: Names::default(),
+            schemes: Schemes::default(),
+            overrides: Overrides::default(),
+            num_blocks: None,
+        }
     }
 
     fn new(path: PathBuf, fields: Value, default_method: Option<&str>) -> Result<Self, Error> {
@@ -90,8 +100,10 @@ impl QuantConfig {
                 config.ignored.add_part(&name);
             }
         }
-        if config.method.as_deref() == Some("compressed-tensors") {
-            config.schemes = Schemes::read(&config)?;
+        match config.method.as_deref() {
+            Some("compressed-tensors") => config.schemes = Schemes::read(&config)?,
+            Some("gptq") => config.overrides = Overrides::read(&config)?,
+            _ => {}
         }
         Ok(config)
     }
@@ -104,6 +116,20 @@ impl QuantConfig {
     /// The schemes of compressed-tensors.
     pub(super) fn schemes(&self) -> &Schemes {
         &self.schemes
+    }
+
+    /// Settings of GPTQ that differ by module.
+    pub(super) fn overrides(&self) -> &Overrides {
+        &self.overrides
+    }
+
+    /// The configuration with other values of some fields.
+    pub(super) fn with(&self, settings: &Map<String, Value>) -> Self {
+        let mut config = self.clone();
+        for (name, value) in settings {
+            config.fields[name] = value.clone();
+        }
+        config
     }
 
     /// Blocks of the model, by the model's own configuration.

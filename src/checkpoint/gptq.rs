@@ -7,8 +7,10 @@
 //! with `sym` both can only mean the middle, so the other one is read and reported. Any other zero
 //! under `sym` is refused: one of the two is wrong, and nothing says which.
 //!
+//! Modules may have `bits`, `group_size`, `sym` and `desc_act` of their own: see `dynamic.rs`.
 //! `g_idx` decides the order of the groups, whatever `desc_act` says; one in plain order is dropped.
 
+use super::dynamic::Overrides;
 use super::source::{SCALE_DTYPES, check_dtype, check_shape, scale_type, shape_error, words};
 use super::{Convention, Dtype, Error, Finding, LayerInfo, QuantConfig, Source, Tensor, Tensors};
 use crate::weights::{
@@ -71,12 +73,6 @@ impl Version {
 pub(super) fn check_common(config: &QuantConfig) -> Result<(), Error> {
     bits(config)?;
     config.flag("sym")?;
-    if let Some(dynamic) = config.field("dynamic").and_then(|field| field.as_object())
-        && dynamic.keys().any(|pattern| !pattern.starts_with("-:"))
-    {
-        let rule = "settings that differ by layer are not read, except that layers are left out";
-        return Err(config.unsupported("dynamic settings".to_owned(), rule));
-    }
     match config.text("pack_dtype")?.as_deref() {
         None | Some("int32") => Ok(()),
         Some(other) => {
@@ -148,14 +144,15 @@ impl Convention for Gptq {
     }
 
     fn describe(&self, source: &Source<'_, '_>) -> Result<LayerInfo, Error> {
-        let format = format(source.config)?;
+        let config = Overrides::of(source.config, &source.name())?;
+        let format = format(&config)?;
         let per_word = format.codes_per_word();
         let (qweight, [rows, n]) = source.matrix(NAME, ".qweight", &[Dtype::I32])?;
         let k = rows.checked_mul(per_word).filter(|&k| k > 0 && n > 0).ok_or_else(|| {
             shape_error(&qweight, format!("[K/{per_word}, N], neither of them 0"))
         })?;
         let (scales, [rows, _]) = source.matrix(NAME, ".scales", SCALE_DTYPES)?;
-        let group = source.group(k, group_size(source.config)?, rows)?;
+        let group = source.group(k, group_size(&config)?, rows)?;
         let num_groups = group.num_groups(k);
         check_shape(&scales, &[num_groups, n])?;
         let (qzeros, shape) = source.matrix(NAME, ".qzeros", &[Dtype::I32])?;
@@ -165,7 +162,7 @@ impl Convention for Gptq {
             let expected = format!("[{num_groups}, {row_words}] for {bits}-bit zeros");
             return Err(shape_error(&qzeros, expected));
         }
-        if let Some(g_idx) = g_idx(source)? {
+        if let Some(g_idx) = g_idx(source, &config)? {
             check_dtype(&g_idx, &[Dtype::I32])?;
             check_shape(&g_idx, &[k])?;
         }
@@ -179,7 +176,8 @@ impl Convention for Gptq {
         layer: &LayerInfo,
         findings: &mut Vec<Finding>,
     ) -> Result<QuantMatrix<'a>, Error> {
-        let g_idx = match g_idx(source)? {
+        let config = Overrides::of(source.config, &source.name())?;
+        let g_idx = match g_idx(source, &config)? {
             None => None,
             Some(g_idx) => group_indices(&g_idx, layer)?,
         };
@@ -201,8 +199,8 @@ impl Convention for Gptq {
 }
 
 /// The group indices of a layer: only a checkpoint in input order may lack them.
-fn g_idx<'a>(source: &Source<'_, 'a>) -> Result<Option<Tensor<'a>>, Error> {
-    if source.config.flag("desc_act")? == Some(true) {
+fn g_idx<'a>(source: &Source<'_, 'a>, config: &QuantConfig) -> Result<Option<Tensor<'a>>, Error> {
+    if config.flag("desc_act")? == Some(true) {
         return source.required(NAME, ".g_idx").map(Some);
     }
     source.get(".g_idx")

@@ -77,6 +77,10 @@ impl Convention for MarlinSerialised {
     fn check(&self, config: &QuantConfig, tensors: &Tensors) -> Result<(), Error> {
         is_marlin(config, tensors)?;
         check_common(config)?;
+        if !config.overrides().are_none() {
+            let rule = "Marlin-serialised weights have one setting for all layers";
+            return Err(config.unsupported("dynamic settings".to_owned(), rule));
+        }
         if config.integer("bits")? != Some(4) {
             let rule = "Marlin-serialised weights have 4 bits";
             return Err(config.unsupported("bits 8".to_owned(), rule));

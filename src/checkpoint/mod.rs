@@ -27,6 +27,7 @@ mod blocks;
 mod config;
 mod container;
 mod discover;
+mod dynamic;
 mod error;
 mod finding;
 mod float4;

@@ -328,8 +328,11 @@ fn settings_that_change_the_meaning_are_refused_by_name() {
         ("group_size", json!(null)),
         ("checkpoint_format", json!("bitblas")),
         ("pack_dtype", json!("int16")),
-        ("dynamic", json!({ "l": { "bits": 8 } })),
-        ("dynamic", json!({ "-:x": {}, "+:l": { "bits": 8 } })),
+        ("dynamic", json!({ "-:x": {}, "+:l": { "pack_dtype": "int16" } })),
+        ("dynamic", json!({ "l": { "group_size": 64 }, "+:.": { "group_size": 32 } })),
+        ("dynamic", json!({ "+:(?!l)": { "bits": 4 } })),
+        ("dynamic", json!(["l"])),
+        ("dynamic", json!({ "l": 8 })),
         ("format", json!("gptq_v2")),
         ("quant_method", json!(null)),
     ] {
@@ -339,6 +342,62 @@ fn settings_that_change_the_meaning_are_refused_by_name() {
         let refused = matches!(error, Error::Unsupported { .. } | Error::Config { .. });
         assert!(refused && error.to_string().contains(field), "{field}: {error}");
     }
+}
+
+/// Modules with settings of their own beside others: each is read by its own.
+#[test]
+fn settings_of_a_module_are_its_own() {
+    let mut random = Random::new(Random::fresh_seed());
+    let (n, k) = (32, 128);
+    // "l" is as the configuration says; the others are not.
+    let mut parts = gptq_layer(n, k, 1, 7);
+    let named = |name: &str, layer: Parts| {
+        let name = name.to_owned();
+        layer.into_iter().map(move |(tensor, part)| (tensor.replacen('l', &name, 1), part))
+    };
+    parts.extend(named("model.3.up", gptq_layer(n, k, 4, 7)));
+    let eight_bits = Parts::from([
+        ("l.qweight".to_owned(), (Dtype::I32, vec![k / 4, n], random_bytes(&mut random, n * k))),
+        ("l.scales".to_owned(), gptq_layer(n, k, 2, 7)["l.scales"].clone()),
+        ("l.qzeros".to_owned(), (Dtype::I32, vec![2, n / 4], vec![0x30; 2 * n])),
+    ]);
+    parts.extend(named("model.3.down", eight_bits.clone()));
+    let mut config = gptq_config(128);
+    config["dynamic"] = json!({
+        "-:lm_head": {},
+        r"+:.*\.up": { "group_size": 32, "desc_act": true, "damp_percent": 0.05 },
+        r"model\.\d+\.down$": { "bits": 8, "group_size": 64, "sym": false },
+        "up": { "bits": 3 },
+    });
+    let checkpoint = Folder::new(&parts, &config).open().expect("legal");
+    let said: Vec<_> = checkpoint
+        .layers()
+        .iter()
+        .map(|layer| (layer.name.as_str(), layer.format.name(), layer.group.raw()))
+        .collect();
+    assert_eq!(said, [("l", "u4b8", -1), ("model.3.down", "u8", 64), ("model.3.up", "u4b8", 32)]);
+    let matrix = checkpoint.layer("model.3.down").expect("legal");
+    let scales = &eight_bits["l.scales"].2;
+    for (at, value) in values(&matrix).into_iter().enumerate() {
+        let (k, n_idx) = (at % k, at / k);
+        let code = eight_bits["l.qweight"].2[4 * (k / 4 * n + n_idx) + k % 4];
+        let scale = 2 * (k / 64 * n + n_idx);
+        let scale = f16::from_le_bytes([scales[scale], scales[scale + 1]]).to_f64();
+        // Version 1 stores 0x31 less one.
+        assert_eq!(value, (f64::from(code) - 49.0) * scale, "({k}, {n_idx})");
+    }
+    let up = checkpoint.layer("model.3.up").expect("legal");
+    let alone = load(&gptq_layer(n, k, 4, 7), &gptq_config(32)).expect("legal");
+    assert_eq!(values(&up), alone);
+    // A setting of a module is refused like one of the whole.
+    let mut three_bits = config.clone();
+    three_bits["dynamic"]["l$"] = json!({ "bits": 3 });
+    let error = Folder::new(&parts, &three_bits).open().map(|_| ()).expect_err("no such type");
+    assert!(error.to_string().contains("bits 3"), "{error}");
+    // Without its indices a module with activation order is refused, whatever the others have.
+    parts.remove("model.3.up.g_idx");
+    let error = Folder::new(&parts, &config).open().map(|_| ()).expect_err("no indices");
+    assert!(error.to_string().contains("model.3.up.g_idx"), "{error}");
 }
 
 #[test]
