@@ -10,6 +10,7 @@
 
 mod case;
 mod changes;
+mod experts;
 mod products;
 #[path = "../gemm/support.rs"]
 mod support;

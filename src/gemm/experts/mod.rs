@@ -24,7 +24,7 @@ use super::{Error, Gemm, Matrix, Workspace};
 use crate::backend::{Enqueue, Kernel, Launch, Stream};
 use crate::kernel::experts::ExpertArguments;
 use crate::kernel::experts::select::{
-    COMMON_BLOCK_ROWS, ExpertChoice, ExpertProblem, may_want_order, wants_order,
+    COMMON_BLOCK_ROWS, ExpertChoice, ExpertProblem, MAX_ITEMS, may_want_order, wants_order,
 };
 use crate::kernel::params::magic;
 use crate::kernel::select::family_of;
@@ -259,6 +259,12 @@ impl Gemm {
             false => (a, *routed),
         };
         let layout = experts.layout();
+        let column_tiles = (layout.n as u32).div_ceil(config.tile_n);
+        let items = routed.max_blocks() * u64::from(column_tiles);
+        if items > MAX_ITEMS {
+            let rule = format!("{items} tiles, at most {MAX_ITEMS}: split the batch");
+            return Err(Error::Mismatch { config: config.to_string(), rule });
+        }
         let k_tiles = layout.num_k_tiles() as u32;
         let (n, k) = (layout.n as u32, layout.k as u32);
         let (k_tiles_magic, k_tiles_shift) = magic(k_tiles);
@@ -292,7 +298,7 @@ impl Gemm {
                     stride: experts.stride_units(),
                     tokens: routed.tokens(),
                     row_weights_ptr: routed.row_weights().map(|ptr| ptr.0),
-                    column_tiles: n.div_ceil(config.tile_n),
+                    column_tiles,
                 },
                 ..OptionalArguments::default()
             },

@@ -15,7 +15,7 @@ use crate::weights::Group;
 /// Rows of the list that one product may have.
 pub const MAX_LIST_ROWS: u64 = 1 << 30;
 /// Items of one launch: what the kernel's division covers.
-const MAX_ITEMS: u64 = 1 << 30;
+pub const MAX_ITEMS: u64 = 1 << 30;
 /// Rows of a block: powers of two.
 pub const BLOCK_ROWS: [u32; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 /// Rows of a block that every device and every row layout has kernels for.
