@@ -254,10 +254,6 @@ impl Gemm {
         order: Enqueue,
     ) -> Result<(), Error> {
         let ExpertChoice { config, num_ctas, .. } = prepared.choice;
-        let (a, routed) = match wants_order(&config) {
-            true => (self.ordered(a, experts, routed, workspace, order)?, routed.in_order()),
-            false => (a, *routed),
-        };
         let layout = experts.layout();
         let column_tiles = (layout.n as u32).div_ceil(config.tile_n);
         let items = routed.max_blocks() * u64::from(column_tiles);
@@ -265,6 +261,10 @@ impl Gemm {
             let rule = format!("{items} tiles, at most {MAX_ITEMS}: split the batch");
             return Err(Error::Mismatch { config: config.to_string(), rule });
         }
+        let (a, routed) = match wants_order(&config) {
+            true => (self.ordered(a, experts, routed, workspace, order)?, routed.in_order()),
+            false => (a, *routed),
+        };
         let k_tiles = layout.num_k_tiles() as u32;
         let (n, k) = (layout.n as u32, layout.k as u32);
         let (k_tiles_magic, k_tiles_shift) = magic(k_tiles);

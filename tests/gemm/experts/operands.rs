@@ -3,7 +3,8 @@
 use half::f16;
 use makaira::backend::{DevicePtr, Stream};
 use makaira::gemm::experts::{Choices, Experts, List};
-use makaira::gemm::{Error, Gemm, Matrix};
+use makaira::gemm::{Error, Gemm, Matrix, Workspace};
+use makaira::kernel::Rows;
 use makaira::kernel::select::MAX_ROW_STRIDE_BYTES;
 use makaira::weights::{Activation, FORMATS, PackedWeights, ScaleType};
 
@@ -210,10 +211,49 @@ fn kernels_for_others_are_refused() {
         let experts = stack.upload::<f16>(&gemm);
         let mut run = Run::new(&device, &stack, &batch);
         run.tile_m = Some(16);
-        let problem = experts.problem(makaira::kernel::Rows::Whole, 8, 4, Some(64));
+        let problem = experts.problem(Rows::Whole, 8, 4, Some(64));
         let ranked = problem.ranked(device.backend.device()).expect("kernels take it");
         run.config = Some(ranked[0].config);
         let why = run.check::<f16>(&mut random).err().expect("blocks have 16 rows");
         assert!(why.contains("blocks of 16 rows"), "{why}");
+    }
+}
+
+/// A kernel that wants rows in the list's order needs room for them, unless they have it.
+#[test]
+fn rows_in_order_need_a_workspace() {
+    for device in devices().into_iter().filter(|device| device.backend.device().arch.sm == 90) {
+        let mut random = Random(17);
+        let gemm = Gemm::new(device.backend.clone());
+        let stack = Stack::new(FORMATS[3], 2, (64, 256), 128, ScaleType::F16, &mut random);
+        let experts = stack.upload::<f16>(&gemm);
+        let batch = Batch::new(40, 2, &[0, 1], &mut random);
+        let routing = gemm.routing(2, 40, 2).expect("it fits");
+        let ids = put(&device, &batch.ids);
+        let choices = Choices { ids, weights: None, tokens: 40 };
+        let routed = gemm.route(&routing, choices, Stream::default()).expect("it runs");
+        let rows = routed.rows();
+        let problem =
+            experts.problem(Rows::Whole, routed.tile_m(), routed.max_blocks(), Some(rows));
+        let ranked = problem.ranked(device.backend.device()).expect("kernels take it");
+        let wgmma = ranked.into_iter().find(|choice| choice.config.family == "sm90wg");
+        let prepared = gemm.prepare_expert_choice(wgmma.expect("rows enough")).expect("legal");
+        let a = put(&device, &numbers::<f16>(80 * 256, 1.0, &mut random));
+        let c = put(&device, &vec![f16::NAN; 80 * 64]);
+        let run = |routed, workspace: &Workspace| {
+            let [a, c] = [(a, 256), (c, 64)].map(|(ptr, stride)| Matrix { ptr, stride });
+            let stream = Stream::default();
+            gemm.matmul_experts_with(&prepared, a, &experts, c, &routed, workspace, stream)
+        };
+        let none = gemm.workspace_of(0, 0).expect("nothing");
+        let words = ["0 bytes of scratch", "m = 80", "40960", "Gemm::expert_workspace"];
+        refused(run(routed, &none), &words);
+        assert!(take::<f16>(&device, c, 80 * 64).iter().all(|c| c.is_nan()));
+        run(routed.in_order(), &none).unwrap_or_else(|error| panic!("{}", chain(&error)));
+        let enough = gemm.expert_workspace(&experts, 40, 2).expect("it fits");
+        run(routed, &enough).unwrap_or_else(|error| panic!("{}", chain(&error)));
+        for ptr in [ids, a, c] {
+            device.backend.free(ptr).expect("it is ours");
+        }
     }
 }
