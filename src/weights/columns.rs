@@ -1,7 +1,7 @@
 //! From a source's codes to the words of a tile: first to column words, whatever the source's order, then by a fixed
 //! shuffle to the order of lanes.
 
-use super::packed_layout::{TILE_CHANNELS, TILE_K};
+use super::packed_layout::{CHUNK_CHANNELS, TILE_CHANNELS, TILE_K};
 use super::zeros::AWQ_FIELD;
 use super::{Codes, InputOrder, QuantMatrix};
 
@@ -69,14 +69,17 @@ pub(super) fn column_words(
             }
         }
         Codes::AwqWords(bytes) => {
-            for k_in_tile in 0..inputs {
-                let at = (k0 + k_in_tile) * n / 2 + n0 / 2;
-                let row = &mut columns[k_in_tile / 8];
-                let words = bytes[at..at + channels / 2].as_chunks().0;
-                for (octet, quad) in row.chunks_exact_mut(8).zip(words) {
-                    let word = u32::from_le_bytes(*quad);
+            for (octet_idx, row) in columns.iter_mut().enumerate().take(inputs.div_ceil(8)) {
+                let count = (inputs - 8 * octet_idx).min(8);
+                for (half, octet) in row.chunks_exact_mut(8).enumerate().take(channels / 8) {
+                    let mut words = [padding; 8];
+                    for (i, word) in words.iter_mut().enumerate().take(count) {
+                        let at = ((k0 + 8 * octet_idx + i) * n + n0) / 2 + 4 * half;
+                        *word = read_word(bytes, at);
+                    }
+                    let fields = transposed(words);
                     for (column, field) in octet.iter_mut().zip(AWQ_FIELD) {
-                        set(column, k_in_tile % 8, word >> (4 * field) & 0xf);
+                        *column = fields[field];
                     }
                 }
             }
@@ -119,44 +122,100 @@ pub(super) fn column_words(
     columns
 }
 
-/// The column words of a tile whose inputs are those of `inputs`, of 16 outputs from `n0` on; codes of inputs that do
-/// not exist, past their end, or of outputs past N are the padding code.
-pub(super) fn gathered_words(
-    matrix: &QuantMatrix<'_>,
-    inputs: &[u32],
-    n0: usize,
+/// The column words of all inputs of a chunk's channels, in the source's order, from which those of another order are
+/// gathered. Inputs that follow each other in an order lie anywhere in the source, thousands of bytes apart; here they
+/// are as close as can be, and the source is read once, from its start to its end.
+pub(super) struct SourceColumns {
+    /// The first channel.
+    pub(super) n0: usize,
+    bits: usize,
     padding: u32,
-) -> ColumnWords {
-    let mut columns = [[padding; TILE_CHANNELS]; TILE_K / 4];
-    let channels = matrix.n().saturating_sub(n0).min(TILE_CHANNELS);
-    // Past N there is nothing to point at either.
-    if channels == 0 {
-        return columns;
+    /// Words of each channel.
+    rows: usize,
+    /// `[tile][row]`.
+    words: Vec<[u32; TILE_CHANNELS]>,
+}
+
+impl SourceColumns {
+    pub(super) fn of(matrix: &QuantMatrix<'_>, n0: usize, padding: u32) -> Self {
+        let bits = matrix.format().bits() as usize;
+        let per_word = 32 / bits;
+        let rows = matrix.k().div_ceil(TILE_K) * TILE_K / per_word;
+        let mut words = Vec::with_capacity(CHUNK_CHANNELS / TILE_CHANNELS * rows);
+        for n0 in (n0..n0 + CHUNK_CHANNELS).step_by(TILE_CHANNELS) {
+            for k0 in (0..matrix.k()).step_by(TILE_K) {
+                let columns = match matrix.codes() {
+                    Codes::MarlinWords(_) => plain_words(matrix, k0, n0, padding),
+                    _ => column_words(matrix, k0, n0, padding),
+                };
+                words.extend_from_slice(&columns[..TILE_K / per_word]);
+            }
+        }
+        Self { n0, bits, padding, rows, words }
     }
+
+    /// The column words of a tile, by its place in the chunk, whose inputs are those of `inputs`; codes of inputs that do
+    /// not exist or are past their end are the padding code.
+    pub(super) fn gather(&self, tile: usize, inputs: &[u32]) -> ColumnWords {
+        let mut columns = [[self.padding; TILE_CHANNELS]; TILE_K / 4];
+        let (bits, per_word) = (self.bits, 32 / self.bits);
+        // Shifts: a division for each input would cost more than all its codes.
+        let log2_fields = per_word.trailing_zeros();
+        let mask = u32::MAX >> (32 - bits);
+        let source = &self.words[tile * self.rows..(tile + 1) * self.rows];
+        for (row, inputs) in columns.iter_mut().zip(inputs.chunks(per_word)) {
+            // In registers: the loops over channels are vector loops.
+            let mut fields = [0; TILE_CHANNELS];
+            for field in 0..per_word {
+                let input = inputs.get(field).copied().unwrap_or(InputOrder::NONE);
+                let shift = bits * field;
+                if input == InputOrder::NONE {
+                    fields = fields.map(|word| word | self.padding & mask << shift);
+                    continue;
+                }
+                let input = input as usize;
+                let (words, from) = (source[input >> log2_fields], bits * (input & (per_word - 1)));
+                let codes = words.map(|word| (word >> from & mask) << shift);
+                for (word, code) in fields.iter_mut().zip(codes) {
+                    *word |= code;
+                }
+            }
+            *row = fields;
+        }
+        columns
+    }
+}
+
+/// The column words of a tile, one code at a time.
+fn plain_words(matrix: &QuantMatrix<'_>, k0: usize, n0: usize, padding: u32) -> ColumnWords {
+    let mut columns = [[padding; TILE_CHANNELS]; TILE_K / 4];
     let bits = matrix.format().bits() as usize;
     let per_word = 32 / bits;
     let mask = u32::MAX >> (32 - bits);
-    for (place, &input) in inputs.iter().enumerate().filter(|(_, i)| **i != InputOrder::NONE) {
-        let (row, shift) = (&mut columns[place / per_word], bits * (place % per_word));
-        let input = input as usize;
-        let mut set = |channel: usize, code: u32| {
-            row[channel] = row[channel] & !(mask << shift) | code << shift;
-        };
-        match matrix.codes() {
-            // The order that act-order comes in: a row of words.
-            Codes::GptqWords(bytes) => {
-                let at = 4 * (input / per_word * matrix.n() + n0);
-                let words = bytes[at..at + 4 * channels].as_chunks().0;
-                for (channel, quad) in words.iter().enumerate() {
-                    let word = u32::from_le_bytes(*quad) >> (bits * (input % per_word));
-                    set(channel, word & mask);
-                }
-            }
-            _ => (0..channels)
-                .for_each(|channel| set(channel, matrix.code(input, n0 + channel).into())),
+    for k in k0..matrix.k().min(k0 + TILE_K) {
+        let (row, shift) = (&mut columns[(k - k0) / per_word], bits * ((k - k0) % per_word));
+        for (column, n) in row.iter_mut().zip(n0..matrix.n()) {
+            *column = *column & !(mask << shift) | u32::from(matrix.code(k, n)) << shift;
         }
     }
     columns
+}
+
+fn read_word(bytes: &[u8], at: usize) -> u32 {
+    let quad = &bytes[at..at + 4];
+    u32::from_le_bytes([quad[0], quad[1], quad[2], quad[3]])
+}
+
+/// Field i of word j becomes field j of word i: halves, quarters and eighths change sides.
+fn transposed(mut words: [u32; 8]) -> [u32; 8] {
+    for (step, mask) in [(4, 0x0000_ffff), (2, 0x00ff_00ff), (1, 0x0f0f_0f0f)] {
+        for low in (0..8).filter(|word| word & step == 0) {
+            let (a, b) = (words[low], words[low + step]);
+            words[low] = a & mask | (b & mask) << (4 * step);
+            words[low + step] = a >> (4 * step) & mask | b & !mask;
+        }
+    }
+    words
 }
 
 /// Eight bytes below 16 to eight nibbles, in order: pairs, then quads, then octets close up.
@@ -171,19 +230,21 @@ fn gather_nibbles(bytes: u64) -> u32 {
 /// A word of lane (g, c), step s and inputs f takes two bytes of two column words: those of channels g and g + 8 in
 /// quad 2 (2 s + f) + c / 2, their lower halves for even c. The bytes of the two alternate.
 pub(super) fn shuffle_bytes(columns: &ColumnWords, tile: &mut [u32]) {
-    /// The bytes of a half with a byte between them.
-    fn spread(half: u32) -> u32 {
-        (half & 0xff) | (half & 0xff00) << 8
+    /// The bytes of a word with a byte between them.
+    fn spread(word: u32) -> u64 {
+        let halves = (u64::from(word) | u64::from(word) << 16) & 0x0000_ffff_0000_ffff;
+        (halves | halves << 8) & 0x00ff_00ff_00ff_00ff
     }
-    for (octet, quads) in columns.chunks_exact(2).enumerate() {
-        let (pair, at) = (octet / 4, octet % 4);
-        for g in 0..8 {
-            for c in 0..4 {
-                let quad = &quads[c / 2];
-                let [low, high] =
-                    [quad[g], quad[g + 8]].map(|word| word >> (16 * (c % 2)) & 0xffff);
-                let word = spread(low) | spread(high) << 8;
-                tile[(32 * pair + 4 * g + c) * 4 + at] = word.to_le();
+    for (pair, quads) in columns.chunks_exact(8).enumerate() {
+        let lanes = &mut tile[128 * pair..128 * (pair + 1)];
+        // Two lanes of neighbouring c share their column words.
+        for (at, lanes) in lanes.chunks_exact_mut(8).enumerate() {
+            let (g, c) = (at / 2, at % 2);
+            for octet in 0..4 {
+                let quad = &quads[2 * octet + c];
+                let words = spread(quad[g]) | spread(quad[g + 8]) << 8;
+                lanes[octet] = (words as u32).to_le();
+                lanes[4 + octet] = ((words >> 32) as u32).to_le();
             }
         }
     }

@@ -281,6 +281,11 @@ impl<'a> QuantMatrix<'a> {
         self.parts.scales.get(&self.scale_shape(), group_idx, n)
     }
 
+    /// Which element of the scales [`QuantMatrix::scale`] is.
+    pub(super) fn scale_place(&self, group_idx: usize, n: usize) -> usize {
+        self.parts.scales.element_idx(&self.scale_shape(), group_idx, n)
+    }
+
     /// The bits of [`QuantMatrix::scale`], where the elements are f16.
     pub(super) fn half_scale(&self, group_idx: usize, n: usize) -> f16 {
         self.parts.scales.get_half(&self.scale_shape(), group_idx, n)

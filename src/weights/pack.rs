@@ -12,13 +12,14 @@
 
 use half::f16;
 
-use super::columns::{column_words, gathered_words, shuffle_bytes, shuffle_nibbles};
+use super::columns::{SourceColumns, column_words, shuffle_bytes, shuffle_nibbles};
 use super::packed_layout::{
     CHUNK_CHANNELS, PackedLayout, SCALE_ROW_BYTES, ScaleRow, TILE_CHANNELS, TILE_K, TileKind,
 };
 use super::scale_rule::{ScaleRule, power, scale_of_bits};
 use super::{
     Codes, Error, Fragments, Group, InputOrder, PackedSpec, PackedWeights, Part, QuantMatrix,
+    ScaleOrder, Scales,
 };
 
 /// The number of threads that packing and quantising should use here: one per available core.
@@ -38,6 +39,10 @@ pub struct Packing<'a> {
     fragments: &'static dyn Fragments,
     /// The padding code in all of a word's fields.
     padding: u32,
+    /// What a row holds for each scale of one byte; none for other types.
+    byte_scales: Option<Box<[u16; 256]>>,
+    /// What a row holds for each zero, of channels g and g + 8; none for types without stored zeros.
+    zero_bits: Option<Box<[[u16; 256]; 2]>>,
 }
 
 impl<'a> Packing<'a> {
@@ -73,7 +78,16 @@ impl<'a> Packing<'a> {
         // A one in every field: the sum of 16^p, or of 256^p.
         let ones = if format.bits() == 4 { 0x1111_1111 } else { 0x0101_0101 };
         let padding = u32::from(format.padding_code()) * ones;
-        Ok(Self { matrix: *matrix, spec, rule, origin: (0, 0), fragments, padding })
+        let element = matrix.scales().element;
+        let byte_scales = (element.bytes() == 1).then(|| {
+            Box::new(std::array::from_fn(|byte| rule.bits_of(element.decode(&[byte as u8]))))
+        });
+        let zero_bits = fragments.zero_bases().map(|bases| {
+            let bits = |base: f32, zero: usize| f16::from_f32(base + zero as f32).to_bits();
+            Box::new(bases.f16.map(|base| std::array::from_fn(|zero| bits(base, zero))))
+        });
+        let (matrix, origin) = (*matrix, (0, 0));
+        Ok(Self { matrix, spec, rule, origin, fragments, padding, byte_scales, zero_bits })
     }
 
     /// The packing of a part. Its buffer is what a [`Shard`](super::Shard) cut from the whole packed weight is.
@@ -85,7 +99,8 @@ impl<'a> Packing<'a> {
         let k0 = if spec.order.is_some() { 0 } else { part.inputs.start };
         let Self { matrix, rule, fragments, padding, .. } = *self;
         let origin = (self.origin.0 + k0, self.origin.1 + part.outputs.start);
-        Ok(Self { matrix, spec, rule, origin, fragments, padding })
+        let (byte_scales, zero_bits) = (self.byte_scales.clone(), self.zero_bits.clone());
+        Ok(Self { matrix, spec, rule, origin, fragments, padding, byte_scales, zero_bits })
     }
 
     /// What comes out.
@@ -114,8 +129,10 @@ impl<'a> Packing<'a> {
         let chunk_words = layout.chunk_bytes / 4;
         assert!(words.len().is_multiple_of(chunk_words), "runs are made of whole chunks");
         assert!(first + words.len() / chunk_words <= layout.num_chunks(), "within the buffer");
+        // Chunks of the same channels follow each other.
+        let mut source = None;
         for (idx, chunk) in words.chunks_exact_mut(chunk_words).enumerate() {
-            self.pack_chunk(first + idx, chunk);
+            self.pack_chunk(first + idx, chunk, &mut source);
         }
     }
 
@@ -132,8 +149,8 @@ impl<'a> Packing<'a> {
         }
     }
 
-    /// Packs one chunk of four tiles into its words.
-    fn pack_chunk(&self, idx: usize, chunk: &mut [u32]) {
+    /// Packs one chunk of four tiles into its words. `source` is that of the chunk before, if inputs are gathered.
+    fn pack_chunk(&self, idx: usize, chunk: &mut [u32], source: &mut Option<SourceColumns>) {
         let (matrix, layout) = (&self.matrix, &self.spec.layout);
         let (kind, order) = (layout.kind, self.spec.order.as_ref());
         let (place, n0) = layout.tile_origin(idx * (CHUNK_CHANNELS / TILE_CHANNELS));
@@ -147,19 +164,21 @@ impl<'a> Packing<'a> {
             let origin = (k0, n0);
             super::marlin::pack_chunk_codes(matrix, b, origin, tile_words, chunk, self.padding);
         }
+        if order.is_some() && source.as_ref().is_none_or(|source| source.n0 != n0) {
+            *source = Some(SourceColumns::of(matrix, n0, self.padding));
+        }
         for (j, tile) in chunk.chunks_exact_mut(tile_words).enumerate() {
             let (codes, rows) = tile.split_at_mut(kind.code_bytes() / 4);
             let (scales, zeros) =
                 rows.split_at_mut((kind.zeros_offset(layout.group) - kind.code_bytes()) / 4);
             let n0 = n0 + j * TILE_CHANNELS;
             if marlin.is_none() {
-                let columns = match order {
-                    None => column_words(matrix, k0, n0, self.padding),
-                    Some(order) => {
+                let columns = match (order, &source) {
+                    (Some(order), Some(source)) => {
                         let inputs = order.inputs();
-                        let inputs = &inputs[place..inputs.len().min(place + TILE_K)];
-                        gathered_words(matrix, inputs, n0, self.padding)
+                        source.gather(j, &inputs[place..inputs.len().min(place + TILE_K)])
                     }
+                    _ => column_words(matrix, k0, n0, self.padding),
                 };
                 match kind.code_bits {
                     4 => shuffle_nibbles(&columns, codes),
@@ -193,47 +212,68 @@ impl<'a> Packing<'a> {
         }
     }
 
+    /// [`Packing::scale_bits`] of the channels of a tile.
+    fn scale_row(&self, group_idx: usize, n0: usize) -> [u16; TILE_CHANNELS] {
+        let (matrix, mut row) = (&self.matrix, [0; TILE_CHANNELS]);
+        let Some(group_idx) = self.source_group(group_idx) else { return row };
+        let channels = matrix.n().saturating_sub(n0).min(TILE_CHANNELS);
+        let Scales { bytes, order, .. } = matrix.scales();
+        let row_of = row[..channels].iter_mut().zip(n0..);
+        match &self.byte_scales {
+            Some(bits_of) => row_of.for_each(|(bits, n)| {
+                *bits = bits_of[usize::from(bytes[matrix.scale_place(group_idx, n)])];
+            }),
+            None if channels > 0 && order == ScaleOrder::Rows && self.rule.copies(matrix) => {
+                let first = 2 * matrix.scale_place(group_idx, n0);
+                let halves = bytes[first..first + 2 * channels].as_chunks().0;
+                row_of.zip(halves).for_each(|((bits, _), half)| *bits = u16::from_le_bytes(*half));
+            }
+            None => {
+                row_of.for_each(|(bits, n)| *bits = self.rule.bits(matrix, group_idx, n));
+            }
+        }
+        row
+    }
+
     fn pack_scales(&self, place: usize, n0: usize, scales: &mut [u32]) {
         let first_group = self.spec.layout.group.index_of(place);
         match self.rule.row {
             ScaleRow::F16 => {
                 for (row, words) in scales.chunks_exact_mut(SCALE_ROW_BYTES / 4).enumerate() {
+                    let bits = self.scale_row(first_group + row, n0);
                     for (g, word) in words.iter_mut().enumerate() {
-                        let [low, high] =
-                            [g, g + 8].map(|g| self.scale_bits(first_group + row, n0 + g));
-                        *word = (low | high << 16).to_le();
+                        *word = (u32::from(bits[g]) | u32::from(bits[g + 8]) << 16).to_le();
                     }
                 }
             }
             ScaleRow::E5m3 => {
                 // Two groups a word.
                 let words_per_channel = self.spec.layout.scale_rows_per_tile() / 2;
-                for (at, word) in scales.iter_mut().enumerate() {
-                    let (g, group) = (at / words_per_channel, 2 * (at % words_per_channel));
-                    let group = first_group + group;
-                    let bytes = [(group, g), (group, g + 8), (group + 1, g), (group + 1, g + 8)];
-                    *word = (bytes.into_iter().rev())
-                        .fold(0, |word, (group, g)| word << 8 | self.scale_bits(group, n0 + g))
-                        .to_le();
+                for pair in 0..words_per_channel {
+                    let [low, high] =
+                        [0, 1].map(|at| self.scale_row(first_group + 2 * pair + at, n0));
+                    for g in 0..8 {
+                        let bytes = [low[g], low[g + 8], high[g], high[g + 8]].map(|b| b as u8);
+                        scales[g * words_per_channel + pair] = u32::from_le_bytes(bytes).to_le();
+                    }
                 }
             }
         }
     }
 
     fn pack_zeros(&self, place: usize, n0: usize, zeros: &mut [u32]) {
-        let Some(bases) = self.fragments.zero_bases() else { return };
+        let Some(bits_of) = &self.zero_bits else { return };
         let first_group = self.spec.layout.group.index_of(place);
         let matrix = &self.matrix;
-        let zero = |group_idx: usize, n: usize| {
-            let group_idx = self.source_group(group_idx).filter(|_| n < matrix.n());
-            f32::from(group_idx.and_then(|group_idx| matrix.zero(group_idx, n)).unwrap_or(0))
-        };
         for (row, words) in zeros.chunks_exact_mut(SCALE_ROW_BYTES / 4).enumerate() {
+            let group_idx = self.source_group(first_group + row);
+            let zero = |n: usize| {
+                let group_idx = group_idx.filter(|_| n < matrix.n());
+                group_idx.and_then(|group_idx| matrix.zero(group_idx, n)).unwrap_or(0)
+            };
             for (g, word) in words.iter_mut().enumerate() {
-                let [low, high] = [0, 1].map(|high| {
-                    let stored = bases.f16[high] + zero(first_group + row, n0 + g + 8 * high);
-                    u32::from(f16::from_f32(stored).to_bits())
-                });
+                let [low, high] = [0, 1]
+                    .map(|high| u32::from(bits_of[high][usize::from(zero(n0 + g + 8 * high))]));
                 *word = (low | high << 16).to_le();
             }
         }

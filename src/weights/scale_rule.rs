@@ -98,10 +98,15 @@ impl ScaleRule {
         fits: impl Fn(f64) -> bool,
         rule: &'static str,
     ) -> Result<(), Error> {
+        let fails = |value: f32| value.is_finite() && !fits(value.into());
+        // Few values of one byte, however many scales.
+        if small_values(matrix).is_some_and(|mut values| !values.any(fails)) {
+            return Ok(());
+        }
         for group_idx in 0..matrix.num_groups() {
             for n in 0..matrix.n() {
                 let value = matrix.scale(group_idx, n);
-                if value.is_finite() && !fits(value.into()) {
+                if fails(value) {
                     return Err(Error::ScaleRange { group_idx, n, value, rule });
                 }
             }
@@ -109,13 +114,22 @@ impl ScaleRule {
         Ok(())
     }
 
+    /// Whether rows are copies of the scales.
+    pub(super) fn copies(self, matrix: &QuantMatrix<'_>) -> bool {
+        self.exponent == 0 && matrix.scales().element == ScaleType::F16
+    }
+
     /// The bits that a row holds for a scale: 16, or 8 of a scale of one byte.
     pub(super) fn bits(self, matrix: &QuantMatrix<'_>, group_idx: usize, n: usize) -> u16 {
-        if self.exponent == 0 && matrix.scales().element == ScaleType::F16 {
-            return matrix.half_scale(group_idx, n).to_bits();
+        match self.copies(matrix) {
+            true => matrix.half_scale(group_idx, n).to_bits(),
+            false => self.bits_of(matrix.scale(group_idx, n)),
         }
-        let scale = f64::from(matrix.scale(group_idx, n)) * power(self.exponent);
-        let bits = f16_from_f64(scale).to_bits();
+    }
+
+    /// The bits that a row holds for the value of a scale that is not copied.
+    pub(super) fn bits_of(self, scale: f32) -> u16 {
+        let bits = f16_from_f64(f64::from(scale) * power(self.exponent)).to_bits();
         match self.row {
             ScaleRow::F16 => bits,
             ScaleRow::E5m3 => bits >> 7 & 0xff,
@@ -157,15 +171,32 @@ struct Range {
 impl Range {
     fn of(matrix: &QuantMatrix<'_>) -> Self {
         let mut range = Self { largest: 0.0, smallest: f64::INFINITY };
-        for group_idx in 0..matrix.num_groups() {
-            for n in 0..matrix.n() {
-                let magnitude = f64::from(matrix.scale(group_idx, n)).abs();
-                if magnitude.is_finite() && magnitude > 0.0 {
-                    range.largest = range.largest.max(magnitude);
-                    range.smallest = range.smallest.min(magnitude);
-                }
+        let mut add = |value: f32| {
+            let magnitude = f64::from(value).abs();
+            if magnitude.is_finite() && magnitude > 0.0 {
+                range.largest = range.largest.max(magnitude);
+                range.smallest = range.smallest.min(magnitude);
             }
+        };
+        if let Some(values) = small_values(matrix) {
+            values.for_each(add);
+            return range;
+        }
+        for group_idx in 0..matrix.num_groups() {
+            (0..matrix.n()).for_each(|n| add(matrix.scale(group_idx, n)));
         }
         range
     }
+}
+
+/// The different values of scales of one byte; none of other types.
+fn small_values(matrix: &QuantMatrix<'_>) -> Option<impl Iterator<Item = f32>> {
+    let scales = matrix.scales();
+    (scales.element.bytes() == 1).then(|| {
+        let mut seen = [false; 256];
+        scales.bytes.iter().for_each(|byte| seen[usize::from(*byte)] = true);
+        (0..=255u8)
+            .filter(move |byte| seen[usize::from(*byte)])
+            .map(move |byte| scales.element.decode(&[byte]))
+    })
 }

@@ -198,7 +198,7 @@ impl<'a> Scales<'a> {
     }
 
     /// Index of the element of group `group_idx` and output `n`.
-    fn element_idx(&self, shape: &ScaleShape, group_idx: usize, n: usize) -> usize {
+    pub(super) fn element_idx(&self, shape: &ScaleShape, group_idx: usize, n: usize) -> usize {
         let ScaleShape { n: num_columns, num_groups, group } = *shape;
         match self.order {
             ScaleOrder::Rows => group_idx * num_columns + n,

@@ -204,6 +204,38 @@ proptest! {
     }
 
     #[test]
+    fn gathered_inputs_come_from_every_source_order((n, k, raw, seed) in cases()) {
+        let group = Group::new(k, raw).expect("legal");
+        let (num_groups, mut next) = (group.num_groups(k), numbers(seed));
+        let groups: Vec<u32> = (0..k).map(|_| next() % num_groups as u32).collect();
+        let g_idx: Vec<u8> = groups.iter().flat_map(|group| group.to_le_bytes()).collect();
+        for format in FORMATS {
+            let mask = 0xff >> (8 - format.bits());
+            let codes: Vec<u8> = (0..n * k).map(|_| next() as u8 & mask).collect();
+            let zero_bytes: Vec<u8> = (0..n * num_groups).map(|_| next() as u8 & mask).collect();
+            let scale_bytes = scale_bytes(ScaleType::F16, n * num_groups, &mut next);
+            let stored = format.zero_rule() == ZeroRule::Stored;
+            let mut first: Option<PackedWeights> = None;
+            for (name, bytes) in sources(format.bits(), n, k, &codes) {
+                let matrix = QuantMatrix::from_parts(MatrixParts {
+                    n,
+                    k,
+                    group,
+                    format: *format,
+                    codes: codes_of(name, &bytes[1..]),
+                    scales: Scales::f16(&scale_bytes, ScaleOrder::Rows),
+                    zeros: stored.then_some(Zeros { bytes: &zero_bytes, order: ZeroOrder::Rows }),
+                    g_idx: Some(&g_idx),
+                });
+                let packed = PackedWeights::pack(&matrix.expect("legal"), 3).expect("packs");
+                prop_assert!(packed.unpack().codes == codes, "{} from {}", format.name(), name);
+                let first = first.get_or_insert_with(|| packed.clone());
+                prop_assert!(first.bytes() == packed.bytes(), "{} from {}", format.name(), name);
+            }
+        }
+    }
+
+    #[test]
     fn marlin_tensors_go_there_and_back(
         (chunks, strips, seed) in (1usize..4, 1usize..20, any::<u64>()),
         raw in prop::sample::select(vec![-1i64, 32, 64, 128]),
