@@ -163,7 +163,8 @@ fn tiles_are_copied_by_their_maps_wherever_parameters_lie() {
 fn copy_tiles(device: &Device) {
     let gpu = &*device.backend;
     let mut random = Random(90);
-    let places = [[0, 0], [64, 16], [-5, 3], [40, -7], [90, 30], [1000, 0]];
+    // Tiles begin with whole pieces of 16 bytes; loads may begin before the matrix, stores may not.
+    let places = [[0, 0], [64, 16], [-8, 3], [40, -7], [96, 30], [1000, 0]];
     for num_pads in 0..=PADS.len() {
         let kernel = gpu.load(&copy_tile(num_pads)).unwrap_or_else(|e| panic!("{}", chain(&e)));
         for swizzle in [Swizzle::None, Swizzle::B128] {
@@ -172,7 +173,7 @@ fn copy_tiles(device: &Device) {
                 // The hardware stores whole pieces of 16 bytes, so rows end with one.
                 let to = Rows::new(gpu, [72, 21], &mut random);
                 let dst = gpu.alloc(TILE_BYTES.into()).expect("fits");
-                let target = [place[0] / 2, place[1]];
+                let target = [place[0] / 16 * 8, place[1]].map(|place| place.max(0));
                 let number = |value: i64| Arg::U32(value as u32);
                 let mut args = vec![dst.into()];
                 args.extend(std::iter::repeat_n(Arg::U32(random.bits() as u32), num_pads));

@@ -115,6 +115,7 @@ impl Executor<'_> {
             }
             BulkSource::Tile { map, at } => {
                 let map = self.tensor_map(lane, map)?;
+                self.check_tile_begin(lane, at)?;
                 let inside = rows(&map, at).filter(|row| row.bytes > 0);
                 let pieces = inside.map(|row| (row.at + row.first, row.bytes, row.addr)).collect();
                 (vec![0; map.tile_bytes() as usize], 128, map.swizzle, pieces)
@@ -208,6 +209,18 @@ impl Executor<'_> {
         Ok(targets)
     }
 
+    /// A tile begins with a piece of 16 bytes, counted from the matrix's first: seen on an H200, which stops with an
+    /// illegal instruction elsewhere.
+    fn check_tile_begin(&self, lane: u32, at: [i32; 2]) -> Result<(), Stop> {
+        if at[0].rem_euclid(PIECE as i32 / 2) == 0 {
+            return Ok(());
+        }
+        let what =
+            format!("a tile begins at element {} of a row, within a piece of 16 bytes", at[0]);
+        let help = "begin at a multiple of 8 elements";
+        Err(self.fault(FaultKind::BadOperand, lane, "bulk copy", what, help))
+    }
+
     /// Alignment and size of bytes in a row.
     fn check_pieces(&self, lane: u32, addr: u64, bytes: u32) -> Result<(), Stop> {
         if bytes == 0 || !bytes.is_multiple_of(PIECE) {
@@ -246,6 +259,12 @@ impl Executor<'_> {
         let write = Stamp::of_agent(cta, writes, epoch, thread, COPY | WRITE, pc);
         groups.last = Some(read);
         self.touch_async(lane, rank, place..place + bytes, read, true)?;
+        self.check_tile_begin(lane, store.at)?;
+        if store.at.iter().any(|place| *place < 0) {
+            let what = format!("a tile is stored at {:?}, before the matrix", store.at);
+            let help = "begin at 0 or later: the hardware stops with an illegal instruction, though loads may";
+            return Err(self.fault(FaultKind::BadOperand, lane, "bulk copy", what, help));
+        }
         let [columns, _] = map.elements;
         let leaves = i64::from(store.at[0]) + i64::from(map.tile[0]) > columns as i64;
         if leaves && !columns.is_multiple_of(8) && rows(&map, store.at).any(|row| row.bytes > 0) {

@@ -126,8 +126,6 @@ pub fn build(config: &Config, target: SmArch) -> Module {
         (thread, arithmetic, rows)
     });
     let kernel = Sm90 { config, weights, rows, arithmetic };
-    // What the elected lanes did to the barriers is known to all from here on; the first copies are on their way.
-    a.section("barriers", |a| a.bar_sync(0));
     a.section("fill the activations' ring", |a| a.griddepcontrol_wait());
     kernel.rows.emit_fill(&mut a, &segment, kernel.weights.num_runs);
     kernel.weights.emit_rest_of_fill(&mut a);

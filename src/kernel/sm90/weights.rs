@@ -187,6 +187,8 @@ impl<'a> WeightRing<'a> {
             let (stages, asked) = (self.config.stages, self.config.stages.div_ceil(2));
             let exists = a.test_u32(Cmp::Gt, self.num_runs, asked);
             a.unless(exists, |a| a.bra(none));
+            // What the elected lane did to the barriers is known to the others from here on.
+            a.bar_warp_sync(0xffff_ffffu32);
             self.emit_await(a, 0);
             self.emit_ask(a, asked, stages);
             a.bind(none);
@@ -266,7 +268,8 @@ impl<'a> WeightRing<'a> {
         }
     }
 
-    /// Waits until a slot's weights are there. What the elected lane did to the barriers must be known.
+    /// Waits until a slot's weights are there. What the elected lane did to the barriers must be known: the
+    /// team has met since.
     pub(super) fn emit_wait(&self, a: &mut Asm, slot: u32) {
         self.emit_await(a, slot);
         let parity = self.parities[slot as usize];
