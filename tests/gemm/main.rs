@@ -4,6 +4,7 @@
 //! shown on one of them says so on stderr, past the test runner's capture. Tests named `bNN_` close a fault
 //! that users of such kernels met in public.
 
+mod conversions;
 mod coverage;
 mod experts;
 mod families;
