@@ -11,6 +11,7 @@
 mod case;
 mod changes;
 mod experts;
+mod gather;
 mod products;
 #[path = "../gemm/support.rs"]
 mod support;
