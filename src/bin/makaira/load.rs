@@ -165,11 +165,12 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let num_layers = first.names().len();
     drop(first);
     let LoadOptions { threads, buffers, buffer_bytes, .. } = options;
-    let kind = if is_store { "store     " } else { "checkpoint" };
+    let kind = if is_store { "store" } else { "checkpoint" };
     format.line(device.lines().join("\n"))?;
-    format.line(format!("{kind} {}, {}", args.path.display(), count(num_layers, "layer")))?;
+    let layers = count(num_layers, "layer");
+    format.line(format!("from      {}: {kind}, {layers}", args.path.display()))?;
     format.line(format!(
-        "staging    {}, each with {} of {}",
+        "staging   {}, each with {} of {}",
         count(threads, "thread"),
         count(buffers, "buffer"),
         bytes(buffer_bytes as u64)
@@ -208,7 +209,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     format.value(|| {
         json!({
             "path": args.path,
-            "kind": if is_store { "store" } else { "checkpoint" },
+            "kind": kind,
             "device": device.to_json(),
             "layers": num_layers,
             "threads": threads,
