@@ -11,6 +11,58 @@
 //! A layer is a product by token ([`Routed`] as it comes), the activation function in the list's order, and a product
 //! [in that order](Routed::in_order), [weighted](Routed::weighted); [`Routing::places_ptr`] says where a token's rows
 //! lie, to add them up.
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use half::f16;
+//! use makaira::gemm::experts::Choices;
+//! use makaira::reference::{Random, Reference};
+//! use makaira::weights::{Activation, Dense, Group, quantize};
+//! use makaira::{Backend, EmuBackend, Gemm, Matrix, PackedWeights, Stream};
+//!
+//! // `GpuBackend::open(0)?` where there is a GPU.
+//! let backend: Arc<dyn Backend> = Arc::new(EmuBackend::h200_like(4));
+//! let gemm = Gemm::new(backend.clone());
+//! let (num_experts, tokens, top_k, n, k) = (4, 3, 2, 64, 256);
+//! let mut random = Random::new(1);
+//! let mut packed = Vec::new();
+//! for _ in 0..num_experts {
+//!     let dense: Vec<f32> = (0..n * k).map(|_| random.uniform(-1.0, 1.0) as f32).collect();
+//!     let dense = Dense::F32(bytemuck::cast_slice(&dense));
+//!     packed.push(PackedWeights::pack(&quantize(dense, n, k, Group::Size(128), 1)?.view(), 1)?);
+//! }
+//! let experts = gemm.upload_experts(&packed, Activation::F16)?;
+//! let routing = gemm.routing(num_experts, tokens, top_k)?;
+//! let workspace = gemm.expert_workspace(&experts, tokens, top_k)?;
+//! gemm.prepare_experts(&experts, tokens, top_k)?;
+//!
+//! // What a router leaves on the device: nobody has chosen expert 2.
+//! let put = |bytes: &[u8]| {
+//!     let ptr = backend.alloc(bytes.len() as u64)?;
+//!     backend.upload(ptr, bytes)?;
+//!     Ok::<_, makaira::backend::Error>(ptr)
+//! };
+//! let ids = put(bytemuck::cast_slice(&[3u32, 0, 1, 3, 0, 1]))?;
+//! let x = random.activations(tokens as usize * k);
+//! let (a, c) = (put(bytemuck::cast_slice(&x))?, backend.alloc(2 * 6 * n as u64)?);
+//!
+//! let stream = Stream::default();
+//! let routed = gemm.route(&routing, Choices { ids, weights: None, tokens }, stream)?;
+//! let [a, c] = [(a, k), (c, n)].map(|(ptr, stride)| Matrix { ptr, stride: stride as u64 });
+//! gemm.matmul_experts(a, &experts, c, &routed, &workspace, stream)?;
+//!
+//! let mut y = vec![f16::NAN; 6 * n];
+//! backend.download(c.ptr, bytemuck::cast_slice_mut(&mut y))?;
+//! // By expert, then by token.
+//! for (row, (expert, token)) in [(0, 0), (0, 2), (1, 1), (1, 2), (3, 0), (3, 1)].into_iter().enumerate() {
+//!     let reference = Reference::of_packed(&x[token * k..][..k], &packed[expert]);
+//!     let errors = reference.compare(&y[row * n..][..n], Default::default());
+//!     assert!(errors.is_ok(), "row {row}: {errors}");
+//! }
+//! # for ptr in [ids, a.ptr, c.ptr] { backend.free(ptr)?; }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod lists;
 mod order;
