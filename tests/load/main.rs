@@ -1,4 +1,4 @@
-//! Loading: what arrives on the emulator and on a stand-in for the driver is what was packed, however it went there.
+//! Loading: what arrives on the emulator, on a stand-in for the driver and on a GPU is what was packed, however it went there.
 
 #[path = "../stub/build.rs"]
 mod build;
@@ -18,7 +18,7 @@ use fixtures::{fixture, weights_of};
 use makaira::asm::Module;
 use makaira::backend::{Backend, DevicePtr, Error as BackendError, Kernel, Launch, Stream};
 use makaira::checkpoint::Checkpoint;
-use makaira::driver::{DeviceBuffer, StagingRing};
+use makaira::driver::{Context, DeviceBuffer, StagingRing};
 use makaira::emu::EmuBackend;
 use makaira::gemm::Gemm;
 use makaira::jit::{GpuBackend, Loader as Modules, Store};
@@ -30,13 +30,17 @@ use makaira::weights::{PackedWeights, Part};
 use opened::{context, open};
 use support::{Packed, below, model, write_model};
 
-/// The emulator and, where there is a compiler for it, the stand-in behind the GPU's backend.
+/// The emulator, the stand-in behind the GPU's backend where there is a compiler for it, and a GPU where there is one.
 fn backends() -> Vec<(Arc<dyn Backend>, Option<tempfile::TempDir>)> {
     let mut backends: Vec<(Arc<dyn Backend>, _)> = vec![(Arc::new(EmuBackend::h200_like(2)), None)];
     if let Some(driver) = open(stub("loading", &["full"], &[])) {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let modules = Modules::new(Store::at(folder.path()));
         backends.push((Arc::new(GpuBackend::new(context(driver, 0), modules)), Some(folder)));
+    }
+    match GpuBackend::open(0) {
+        Ok(gpu) => backends.push((Arc::new(gpu), None)),
+        Err(error) => eprintln!("skipped: loading on a GPU ({error})"),
     }
     backends
 }
@@ -276,14 +280,22 @@ fn files_that_shrink_before_they_are_read_end_the_load() {
 /// The ring alone: copies happen as late as they may on the stand-in, so a buffer that is given too early shows.
 #[test]
 fn buffers_of_a_ring_wait_for_their_copies() {
-    let Some(driver) = open(stub("ring", &[], &[])) else { return };
-    let context = context(driver, 0);
+    if let Some(driver) = open(stub("ring", &[], &[])) {
+        turn_rings(&context(driver, 0));
+    }
+    match Context::open(0) {
+        Ok(context) => turn_rings(&context),
+        Err(error) => eprintln!("skipped: rings on a GPU ({error})"),
+    }
+}
+
+fn turn_rings(context: &Context) {
     let mut random = Random::new(Random::fresh_seed());
     for count in [1, 2, 5] {
         let (bytes, turns) = (1000, 40);
-        let target = DeviceBuffer::<u8>::zeroed(&context, bytes * turns).expect("fits");
+        let target = DeviceBuffer::<u8>::zeroed(context, bytes * turns).expect("fits");
         let expected: Vec<u8> = (0..bytes * turns).map(|_| (random.bits() >> 7) as u8).collect();
-        let mut ring = StagingRing::new(&context, count, bytes).expect("fits");
+        let mut ring = StagingRing::new(context, count, bytes).expect("fits");
         for (turn, part) in expected.chunks(bytes).enumerate() {
             let used = if turn % 3 == 0 { bytes / 2 } else { bytes };
             ring.buffer().expect("free")[..used].copy_from_slice(&part[..used]);
