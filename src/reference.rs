@@ -31,6 +31,7 @@
 //! ```
 
 mod element;
+mod random;
 mod weighted;
 
 use std::fmt;
@@ -39,8 +40,8 @@ use std::thread;
 use half::f16;
 
 pub use self::element::{Element, Rounding};
+pub use self::random::Random;
 use crate::kernel::{Config, Reduction, Scaling};
-use crate::layout::f16_from_f64;
 use crate::weights::{Activation, PackedWeights, QuantMatrix, ScaleRow, TILE_K, default_threads};
 
 /// A unit in the last place of fp32, relative.
@@ -316,46 +317,6 @@ impl fmt::Display for Errors {
     }
 }
 
-/// A repeatable stream of numbers: SplitMix64, whose every seed is a good one.
-#[derive(Clone, Debug)]
-pub struct Random(u64);
-
-impl Random {
-    /// The stream of a seed.
-    pub fn new(seed: u64) -> Self {
-        Self(seed)
-    }
-
-    /// A seed that differs from call to call.
-    pub fn fresh_seed() -> u64 {
-        use std::hash::{BuildHasher, RandomState};
-        RandomState::new().hash_one(0) >> 32
-    }
-
-    /// The next 64 bits.
-    pub fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// Uniform in `[low, high)`.
-    pub fn uniform(&mut self, low: f64, high: f64) -> f64 {
-        low + (high - low) * (self.bits() >> 11) as f64 / (1_u64 << 53) as f64
-    }
-
-    /// `count` activations between -1 and 1, none of them smaller than 1/256: none is zero.
-    pub fn activations(&mut self, count: usize) -> Vec<f16> {
-        let value = |random: &mut Self| {
-            let magnitude = random.uniform(1.0 / 256.0, 1.0);
-            if random.bits() >> 63 == 0 { magnitude } else { -magnitude }
-        };
-        (0..count).map(|_| f16_from_f64(value(self))).collect()
-    }
-}
-
 /// Up to [`LANES`] rows of activations, input by input; missing rows are zero.
 fn lanes<E: Element>(x: &[E], k: usize) -> Vec<[f64; LANES]> {
     let mut lanes = vec![[0.0; LANES]; k];
@@ -399,6 +360,7 @@ fn sum_of_squares<E: Element>(x: &[E], weights: &[f32], k: usize) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::layout::f16_from_f64;
     use crate::weights::{Dense, Group, quantize};
 
     fn product(m: usize, n: usize, k: usize, seed: u64) -> (Vec<f16>, Vec<f32>, Reference) {

@@ -3,20 +3,19 @@
 //! The judge of sources is [`QuantMatrix`], whose element-wise reading the packer does not share; of the packed layout
 //! it is the source that was packed.
 
+#[path = "formats/arithmetic.rs"]
+mod arithmetic;
+
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
-use std::iter::Peekable;
-use std::str::Chars;
 
+use arithmetic::{Names, value};
 use half::f16;
 use makaira::reference::Random;
 use makaira::weights::{
     Codes, FORMATS, Group, MatrixParts, PackedWeights, QuantMatrix, ScaleOrder, ScaleType, Scales,
     U4B8, WeightFormat, ZeroOrder, ZeroRule, Zeros, format_by_name,
 };
-
-/// Values of a formula's names.
-type Names = BTreeMap<String, i64>;
 
 /// The document: its formulas by name, and those that were computed.
 struct Document {
@@ -59,7 +58,7 @@ impl Document {
         self.used.borrow_mut().insert(formula.to_owned());
         let lines = self.formulas.get(formula).unwrap_or_else(|| panic!("no formula {formula}"));
         for (name, text) in lines {
-            let value = Parser { rest: text.chars().peekable(), names }.whole();
+            let value = value(text, names);
             names.insert(name.clone(), value);
         }
     }
@@ -87,95 +86,6 @@ impl Document {
             moved.sum::<u32>()
         };
         half(word >> 16) << 16 | half(word & 0xffff)
-    }
-}
-
-/// A reader of integer arithmetic.
-struct Parser<'t> {
-    rest: Peekable<Chars<'t>>,
-    names: &'t Names,
-}
-
-impl Parser<'_> {
-    fn whole(mut self) -> i64 {
-        let value = self.sum();
-        assert_eq!(self.peek(), None, "nothing follows");
-        value
-    }
-
-    fn peek(&mut self) -> Option<char> {
-        while self.rest.next_if(|next| next.is_whitespace()).is_some() {}
-        self.rest.peek().copied()
-    }
-
-    fn take(&mut self, wanted: char) -> bool {
-        let is_it = self.peek() == Some(wanted);
-        if is_it {
-            self.rest.next();
-        }
-        is_it
-    }
-
-    fn sum(&mut self) -> i64 {
-        let mut value = self.product();
-        loop {
-            if self.take('+') {
-                value += self.product();
-            } else if self.take('-') {
-                value -= self.product();
-            } else {
-                return value;
-            }
-        }
-    }
-
-    fn product(&mut self) -> i64 {
-        let mut value = self.factor();
-        loop {
-            if self.take('*') {
-                value *= self.factor();
-            } else if self.take('/') {
-                value /= self.factor();
-            } else if self.take('%') {
-                value %= self.factor();
-            } else {
-                return value;
-            }
-        }
-    }
-
-    fn list(&mut self, end: char) -> Vec<i64> {
-        let mut values = vec![self.sum()];
-        while self.take(',') {
-            values.push(self.sum());
-        }
-        assert!(self.take(end), "`{end}` is missing");
-        values
-    }
-
-    fn factor(&mut self) -> i64 {
-        if self.take('(') {
-            return self.list(')')[0];
-        }
-        if self.take('[') {
-            let values = self.list(']');
-            assert!(self.take('['), "a list is for picking");
-            return values[self.list(']')[0] as usize];
-        }
-        self.peek();
-        let mut word = String::new();
-        while let Some(next) = self.rest.next_if(|next| next.is_alphanumeric() || *next == '_') {
-            word.push(next);
-        }
-        match word.parse() {
-            Ok(number) => number,
-            Err(_) if word == "ceil" => {
-                assert!(self.take('('));
-                let [a, b] = self.list(')')[..] else { panic!("ceil has two arguments") };
-                (a + b - 1) / b
-            }
-            Err(_) => *self.names.get(&word).unwrap_or_else(|| panic!("what is `{word}`?")),
-        }
     }
 }
 
@@ -509,14 +419,4 @@ fn the_document_lists_every_type() {
         let row = format!("| `{}` | {} |", format.name(), format.bits());
         assert!(text.contains(&row), "{row}");
     }
-}
-
-/// The evaluator computes, and does not guess.
-#[test]
-fn arithmetic_is_that_of_integers() {
-    let names = names(&[("n", 13), ("K", 300)]);
-    let value = |text: &str| Parser { rest: text.chars().peekable(), names: &names }.whole();
-    assert_eq!(value("2 + 3 * n % 8 / 2 - 1"), 2 + 3 * 13 % 8 / 2 - 1);
-    assert_eq!(value("ceil(K, 128) * (n - 3)"), 30);
-    assert_eq!(value("[7, 8, 9][n % 3 + 1] / 2"), 4);
 }

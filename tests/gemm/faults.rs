@@ -264,3 +264,35 @@ fn b92_outputs_that_are_no_multiple_of_512() {
         }
     }
 }
+
+/// Scales of blocks of 128 x 128 whose last block is short in both directions: the last inputs and outputs have scales
+/// of their own, and what is beyond them adds nothing.
+#[test]
+fn short_last_blocks_keep_their_scales() {
+    for device in devices() {
+        let mut random = Random(128);
+        let format = format_by_name("e4m3").expect("listed");
+        for (n, k) in [(200_usize, 300_usize), (128, 129), (130, 264), (64, 640)] {
+            let codes: Vec<u8> = (0..n * k).map(|_| random.below(0x7e) as u8).collect();
+            let num_scales = n.div_ceil(128) * k.div_ceil(128);
+            // Neighbouring blocks differ by a factor of three at least.
+            let scale = |at: usize| 0.01 * 3f64.powi((at % 3) as i32) * random_unit(at);
+            let bytes: Vec<u8> =
+                (0..num_scales).flat_map(|at| scale_bytes(ScaleType::F32, scale(at))).collect();
+            let scales = Scales::new(&bytes, ScaleType::F32, ScaleOrder::Blocks);
+            let codes = Codes::ByOutput(&codes);
+            let matrix = QuantMatrix::new(n, k, Group::Size(128), format, codes, scales);
+            let layer = TypedLayer::of(&matrix.expect("legal"));
+            for m in [1, 12, 40] {
+                let what = format!("blocks of {n} x {k}");
+                families_agree::<f16>(&device, &layer, m, &what, &mut random);
+                families_agree::<bf16>(&device, &layer, m, &what, &mut random);
+            }
+        }
+    }
+}
+
+/// 1.0 to 1.4, by place.
+fn random_unit(at: usize) -> f64 {
+    1.0 + (at * 37 % 41) as f64 / 100.0
+}

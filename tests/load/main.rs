@@ -1,5 +1,6 @@
 //! Loading: what arrives on the emulator, on a stand-in for the driver and on a GPU is what was packed, however it went there.
 
+mod bounds;
 #[path = "../stub/build.rs"]
 mod build;
 #[path = "../fixtures/mod.rs"]
