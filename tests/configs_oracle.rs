@@ -10,6 +10,8 @@
 mod common;
 #[path = "configs_oracle/experts.rs"]
 mod experts;
+#[path = "configs_oracle/invariant.rs"]
+mod invariant;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
