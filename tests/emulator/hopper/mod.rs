@@ -11,6 +11,7 @@ mod mutants;
 mod patterns;
 mod patterns_cluster;
 mod products;
+mod tiles;
 
 use makaira::asm::reg::{In, Reg, SharedAddr};
 use makaira::asm::types::{B32, B64, Pred, Special};
